@@ -1,0 +1,90 @@
+"""One frozen settings object, the only reader of the environment.
+
+Each field is the variable EVERBATCH_<NAME>; a wrong value stops the start with its name and value.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _default_home() -> Path:
+    """A place that the unprivileged user of the embedded Postgres can enter: root's own home is not."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/everbatch")
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "everbatch"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="EVERBATCH_", frozen=True, extra="ignore")
+
+    home: Path = Field(default_factory=_default_home)
+    """Data of the embedded servers, converted models, uploaded files, secrets."""
+    database_url: str | None = None
+    """A Postgres ≥ 15 of one's own; unset: the embedded one in the home."""
+    redis_url: str | None = None
+    """A Redis or Valkey of one's own; unset: the embedded one in the home."""
+    secret_key: SecretStr | None = None
+    """Encrypts webhook secrets at rest (a Fernet key); unset: made once and kept in the home."""
+
+    model: str = "smollm2-135m-instruct"
+    """The model that is served: smollm2-135m-instruct, echo (no model at all), or a local Hugging Face directory."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """auto: bfloat16 where the hardware multiplies it fast, float32 elsewhere."""
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    """Slots: sequences in the running batch."""
+    max_num_batched_tokens: int = Field(default=256, ge=1)
+    """Tokens computed in one step, decodes and prefill pieces together."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """Memory of the KV cache on a CPU, in GiB."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)
+    """Share of a GPU's memory that weights and KV cache may take."""
+    echo_step_ms: float = Field(default=5.0, ge=0)
+    """How long a step of the echo engine takes, in milliseconds."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    api_threads: int = Field(default=256, ge=8)
+    """Threads of an API process; streams take all but 32 of them."""
+    metrics_host: str = "127.0.0.1"
+    """Private bind of /metrics, for the API and for each worker."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """0: any free port, written to the log."""
+
+    max_prompt_bytes: int = Field(default=1_000_000, ge=1)
+    """Size of a request body, in bytes."""
+    max_queued_jobs: int = Field(default=10_000, ge=1)
+    """Queued paid and free jobs of one tenant; above it, submit answers 429."""
+    max_file_bytes: int = Field(default=200_000_000, ge=1)
+    """Size of an uploaded file, in bytes."""
+    deadline_s: float = Field(default=86_400.0, gt=0)
+    """A job's deadline when it names none, in seconds after its submission."""
+
+    lease_s: float = Field(default=5.0, gt=0)
+    """A worker whose heartbeat is older is dead, in seconds of database time."""
+    heartbeat_s: float = Field(default=0.5, gt=0)
+    sweep_interval_s: float = Field(default=1.0, gt=0)
+    dispatch_interval_s: float = Field(default=0.25, gt=0)
+    """How often waiting jobs are looked at when nobody nudged."""
+    flush_interval_ms: float = Field(default=50.0, gt=0)
+    """How long new tokens may wait for their common write."""
+    drain_s: float = Field(default=10.0, ge=0)
+    """On SIGTERM, running jobs may finish for so long; the rest are handed back."""
+    max_deaths: int = Field(default=3, ge=1)
+    """Workers that may die under one job without progress before it fails as poison."""
+    webhook_allow_private: bool = False
+    """Webhooks may go to private addresses, over plain http, to any port."""
+    webhook_timeout_s: float = Field(default=15.0, gt=0)
+    sse_heartbeat_s: float = Field(default=10.0, gt=0)
+
+
+@functools.cache
+def get_settings() -> Settings:
+    """The process's settings, read once."""
+    return Settings()

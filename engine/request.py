@@ -1,0 +1,127 @@
+"""What crosses the engine's border: a Request goes in, Outputs come out. Plain and frozen, no torch.
+
+Token ids only: the engine knows no text but what the detokenizer shows, no plans, no prices, no database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class Finish(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """The model ended its text, or a stop string appeared."""
+    LENGTH = "length"
+    """max_tokens were generated, or the model's context is full."""
+    ABORTED = "aborted"
+    """The caller took the request back."""
+    ERROR = "error"
+    """This request cannot be computed; Output.error says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. A pure function of (logits, seed, position): no global generator."""
+
+    max_tokens: int
+    """Tokens generated over all attempts, the end-of-sequence token included; at least 1."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches top_p, in (0, 1]."""
+    seed: int = 0
+    """Names the random stream; 0 ≤ seed < 2**63."""
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these; none is empty."""
+    ignore_eos: bool = False
+    """Generate on past the end-of-sequence token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    """At least one token id."""
+    sampling: Sampling
+    resumed_ids: tuple[int, ...] = ()
+    """Tokens that earlier attempts generated and persisted: prefilled, never sampled or shown again."""
+    rank: int = 0
+    """Tier rank: 0 goes first, and takes slots from higher ranks."""
+    tenant: str = ""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step did for one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """Generated since the request's last Output."""
+    text: str
+    """What may be shown now: half characters and possible stop strings are held back until they are decided."""
+    step: int
+    """The number of the step that made it."""
+    finish: Finish | None = None
+    """Set on a request's last Output, and on no other."""
+    error: str | None = None
+    """One sentence, with Finish.ERROR."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The engine at one instant; counters run from its start."""
+
+    steps: int
+    """Forward passes done."""
+    running: int
+    """Sequences in the running batch."""
+    waiting: int
+    """Requests accepted and not in the running batch."""
+    slots: int
+    """Places in the running batch."""
+    blocks_used: int
+    """KV blocks referenced."""
+    blocks_total: int
+    prompt_tokens: int
+    """Prompt tokens prefilled for the first time."""
+    generated_tokens: int
+    recomputed_tokens: int
+    """Tokens prefilled again after a preemption or for a resumed request."""
+    preemptions: int
+    slot_steps: int
+    """Sum over all steps of the sequences in the running batch; over steps × slots it is the slot use."""
+    running_by_rank: tuple[int, ...]
+    """Sequences in the running batch, by tier rank."""
+    waiting_by_rank: tuple[int, ...]
+
+
+class Engine(Protocol):
+    """Continuous batching behind one interface: the real engine and the echo engine alike."""
+
+    def start(self, on_outputs: Callable[[Sequence[Output]], None]) -> None:
+        """Run steps on a thread of its own; on_outputs gets each step's outputs there, and must not block."""
+
+    def submit(self, request: Request) -> None:
+        """Take a request from any thread. It ends in exactly one Output with a finish."""
+
+    def abort(self, request_id: str) -> None:
+        """Take a request back from any thread, in any state, within one step; unknown ids are ignored."""
+
+    def stats(self) -> Stats: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine's thread ended by itself, or None."""
+
+    def close(self) -> None:
+        """End the thread within a step; what is left ends as aborted. May be called twice."""
