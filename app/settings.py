@@ -84,6 +84,17 @@ class Settings(BaseSettings):
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
 
 
+def environment(settings: Settings) -> dict[str, str]:
+    """Our environment for a child process that is to read these very settings, whatever was set before."""
+    values = {name: getattr(settings, name) for name in Settings.model_fields}
+    spelled = {
+        f"EVERBATCH_{name.upper()}": value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith("EVERBATCH_")} | spelled
+
+
 @functools.cache
 def get_settings() -> Settings:
     """The process's settings, read once."""

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from app.settings import Settings, environment
+
+
+def test_child_reads_the_very_settings_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERBATCH_MODEL", "of-the-environment")
+    monkeypatch.setenv("EVERBATCH_REDIS_URL", "redis://of-the-environment")
+    settings = Settings(
+        home=Path("/some/home"),
+        model="echo",
+        port=0,
+        redis_url=None,
+        secret_key=SecretStr("open sesame"),
+        webhook_allow_private=True,
+        echo_step_ms=0.25,
+    )
+    for name, value in environment(settings).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("EVERBATCH_REDIS_URL")  # named by the environment, but not by the settings
+
+    assert Settings() == settings
+    assert "EVERBATCH_REDIS_URL" not in environment(settings)
+    assert environment(settings)["PATH"] == os.environ["PATH"]
+
+
+def test_wrong_value_stops_the_start_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERBATCH_PORT", "65536")
+    with pytest.raises(ValidationError, match=r"(?s)port.*65536"):
+        Settings()
