@@ -1,0 +1,115 @@
+"""Which waiting job goes to the broker next: the one owner of order between tenants and jobs.
+
+Jobs wait in Postgres. Only a small window per tier is at the broker: the free slots that live workers report, plus a
+little. Several dispatchers may run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from sqlalchemy import func, select, text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from app.broker import Broker, BrokerError
+from app.db import Database
+from app.tables import Job, Worker
+from app.tiers import POLICIES, Tier
+
+logger = logging.getLogger(__name__)
+
+DISPATCH_LOCK = 0x45764264
+"""Advisory lock: two dispatchers that counted at once would both fill the same window."""
+
+Numbered = Sequence[tuple[str, int]]
+"""Job ids with their dispatch numbers."""
+
+_DISPATCH = text(
+    """
+    update jobs set dispatch_number = nextval('dispatch_numbers'), dispatched_at = clock_timestamp()
+    where id in (
+        select id from jobs
+        where status = 'queued' and dispatch_number is null and model = :model and tier = :tier
+        order by handed_back desc, id
+        limit :room
+        for update skip locked
+    )
+    returning id, dispatch_number
+    """
+)
+
+
+def dispatch(database: Database, broker: Broker, model: str) -> int:
+    """Fill the window of each tier of the model; return how many jobs were handed to the broker.
+
+    A message that cannot be sent is a lost one: the sweep finds its jobs and they are dispatched again.
+    """
+    with database.transaction() as session:
+        session.execute(select(func.pg_advisory_xact_lock(DISPATCH_LOCK)))
+        free_slots = _free_slots(session, model)
+        chosen = {tier: _take(session, model, tier, free_slots) for tier in Tier}
+    for tier, jobs in chosen.items():
+        per_task = POLICIES[tier].jobs_per_task
+        for start in range(0, len(jobs), per_task):
+            broker.send_jobs(model, tier, jobs[start : start + per_task])
+    return sum(map(len, chosen.values()))
+
+
+def _free_slots(session: Session, model: str) -> int:
+    free = session.scalar(select(func.sum(Worker.free_slots)).where(Worker.model == model, Worker.dead.is_(False)))
+    return int(free or 0)
+
+
+def _take(session: Session, model: str, tier: Tier, free_slots: int) -> Numbered:
+    """Number the next jobs of a tier, as many as its window has room for."""
+    at_broker = session.scalar(
+        select(func.count()).where(
+            Job.model == model, Job.tier == tier.value, Job.status == "queued", Job.dispatch_number.is_not(None)
+        )
+    )
+    room = free_slots + POLICIES[tier].lookahead - int(at_broker or 0)
+    if room <= 0:
+        return []
+    rows = session.execute(_DISPATCH, {"model": model, "tier": tier.value, "room": room})
+    return sorted(((row.id, row.dispatch_number) for row in rows), key=lambda job: job[1])
+
+
+class Dispatcher:
+    """Dispatches when nudged, on a thread of its own; with interval_s also when nobody nudged for so long.
+
+    Nudges that come while it works make one more round, not many.
+    """
+
+    def __init__(self, database: Database, broker: Broker, model: str, *, interval_s: float | None = None) -> None:
+        self._database = database
+        self._broker = broker
+        self._model = model
+        self._interval_s = interval_s
+        self._nudged = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """Say that a job waits, or that a slot is free."""
+        self._nudged.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._nudged.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._nudged.wait(self._interval_s)
+            self._nudged.clear()
+            if self._closed.is_set():
+                return
+            try:
+                dispatch(self._database, self._broker, self._model)
+            except (SQLAlchemyError, BrokerError) as error:
+                logger.warning("dispatch failed, the next round tries again: %s", error)
+                self._closed.wait(0.5)

@@ -1,0 +1,103 @@
+"""The error tree. A refusal is an answer: it has a code, an HTTP status, a sentence, and where it fits a field.
+
+    Refusal
+    ├── InvalidRequest      422   a field is wrong
+    ├── MalformedBody       400   the body is not the JSON we can read
+    ├── Unauthenticated     401
+    ├── NotFound            404   also: somebody else's
+    ├── Conflict            409   for ever: retrying does not help
+    ├── PayloadTooLarge     413
+    ├── KeyReused           422   an Idempotency-Key with another body
+    ├── QueueFull           429   retryable
+    └── Unavailable         503   retryable
+    SetupError                    a process cannot start like this
+
+A class's docstring is its default message.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class Refusal(Exception):
+    """The request was refused."""
+
+    code: ClassVar[str] = "refused"
+    status: ClassVar[int] = 400
+    retry_after_s: ClassVar[int | None] = None
+    """Whole seconds a client should wait, where trying again can help; at most 60, or stock clients give up."""
+
+    def __init__(self, message: str | None = None, *, param: str | None = None) -> None:
+        self.message = message or (type(self).__doc__ or "").strip()
+        self.param = param
+        super().__init__(self.message)
+
+
+class InvalidRequest(Refusal):
+    """A field of the request is wrong."""
+
+    code = "invalid_request"
+    status = 422
+
+
+class MalformedBody(Refusal):
+    """The body is not a JSON object in UTF-8."""
+
+    code = "malformed_body"
+    status = 400
+
+
+class Unauthenticated(Refusal):
+    """No valid API key was given: send 'Authorization: Bearer <key>'."""
+
+    code = "invalid_api_key"
+    status = 401
+
+
+class NotFound(Refusal):
+    """There is no such object."""
+
+    code = "not_found"
+    status = 404
+
+
+class Conflict(Refusal):
+    """The object's state does not allow this, now or later."""
+
+    code = "conflict"
+    status = 409
+
+
+class PayloadTooLarge(Refusal):
+    """The body is larger than this server takes."""
+
+    code = "payload_too_large"
+    status = 413
+
+
+class KeyReused(Refusal):
+    """This Idempotency-Key was used with another body."""
+
+    code = "idempotency_key_reused"
+    status = 422
+
+
+class QueueFull(Refusal):
+    """The queue is full: wait for some of your jobs to end."""
+
+    code = "queue_full"
+    status = 429
+    retry_after_s = 5
+
+
+class Unavailable(Refusal):
+    """The service cannot answer at the moment."""
+
+    code = "unavailable"
+    status = 503
+    retry_after_s = 2
+
+
+class SetupError(Exception):
+    """A process cannot start like this; the message says why and how to mend it, in one line."""

@@ -1,0 +1,581 @@
+"""Jobs: submit, claim, finish, cancel, sweep. Every change of a status goes through move().
+
+    queued ──────▶ running ──────▶ succeeded | failed | cancelled | expired
+       ▲  └────────────┼─────────▶ failed | cancelled | expired
+       └───────────────┘ handed back, or the owner was lost
+
+Rows are locked in the order of their ids, by a statement of its own before they are changed: a statement that waits
+for a lock would otherwise number its event by an old snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import ColumnElement, Integer, and_, cast, delete, func, select, text, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session, undefer
+
+from app import db, events, tables, webhooks
+from app.errors import Conflict, KeyReused, NotFound, QueueFull
+from app.events import Event
+from app.ids import new_id
+from app.tables import Job
+from app.tiers import Tier
+
+
+class Status(StrEnum):
+    """Where a job stands."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in TERMINAL
+
+
+TERMINAL = frozenset({Status.SUCCEEDED, Status.FAILED, Status.CANCELLED, Status.EXPIRED})
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.QUEUED: frozenset({Status.RUNNING, Status.FAILED, Status.CANCELLED, Status.EXPIRED}),
+    Status.RUNNING: TERMINAL | {Status.QUEUED},
+    Status.SUCCEEDED: frozenset(),
+    Status.FAILED: frozenset(),
+    Status.CANCELLED: frozenset(),
+    Status.EXPIRED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job as it was accepted: checked, rendered and tokenized."""
+
+    tier: Tier
+    model: str
+    model_revision: str
+    prompt_ids: tuple[int, ...]
+    sampling: Mapping[str, Any]
+    """The fields of engine.request.Sampling, the seed included."""
+    deadline_s: float
+    """Seconds from the submission until the job expires."""
+    metadata: Mapping[str, str]
+    webhook_url: str | None = None
+    batch_id: str | None = None
+    row_number: int | None = None
+    custom_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Idempotency:
+    """The client's Idempotency-Key and the fingerprint of the body that came with it."""
+
+    key: str
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job that this worker now runs, and all that its engine needs."""
+
+    job_id: str
+    tenant_id: str
+    tier: Tier
+    attempt: int
+    last_event: int
+    """The number of the event that announced the attempt."""
+    prompt_ids: tuple[int, ...]
+    resumed_ids: tuple[int, ...]
+    """Tokens that earlier attempts persisted."""
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of an attempt, as the worker that ran it saw it."""
+
+    job_id: str
+    attempt: int
+    status: Status
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] = ()
+    """Generated since the last persisted event, without text of their own."""
+    error: Mapping[str, str] | None = None
+
+
+# ---- move: the only writer of a status
+
+
+def move(session: Session, jobs: Sequence[Job], to: Status, *, reason: str | None = None) -> list[Event]:
+    """Move locked jobs to a status, each with its next event; at a terminal one also with its webhook's delivery.
+
+    Callers set the facts of the move (owner, attempt, finish_reason, error) on the rows before. Returns the events,
+    to be announced after the commit. Raises AssertionError for a transition that the table does not allow.
+    """
+    if not jobs:
+        return []
+    moment = db.now(session)
+    numbers = events.last_numbers(session, [job.id for job in jobs])
+    usage = _persisted(session, [job.id for job in jobs]) if to.is_terminal else {}
+    moved: list[Event] = []
+    for job in jobs:
+        assert to in TRANSITIONS[Status(job.status)], f"{job.id}: {job.status} → {to}"
+        job.status = to.value
+        if to is not Status.RUNNING:
+            job.owner = None
+        if to is Status.RUNNING and job.started_at is None:
+            job.started_at = moment
+        if to.is_terminal:
+            job.finished_at = moment
+            job.output_text, job.completion_tokens = usage.get(job.id, ("", 0))
+        event = Event(job.id, numbers.get(job.id, 0) + 1, to.value, _facts(job, reason))
+        session.add(tables.Event(job_id=job.id, number=event.number, kind=event.kind, data=event.data))
+        moved.append(event)
+        if to.is_terminal and job.webhook_url is not None:
+            session.add(webhooks.delivery_of(job, moment))
+    session.flush()
+    return moved
+
+
+def _facts(job: Job, reason: str | None) -> dict[str, Any]:
+    """What the event of a move says."""
+    match Status(job.status):
+        case Status.QUEUED:
+            return {"status": job.status} | ({"reason": reason} if reason else {})
+        case Status.RUNNING:
+            return {"status": job.status, "attempt": job.attempt}
+    return {
+        "status": job.status,
+        "finish_reason": job.finish_reason,
+        "usage": usage_of(job),
+        "error": job.error,
+    }
+
+
+def usage_of(job: Job) -> dict[str, int]:
+    """Tokens that the job is charged: the prompt once, and what was persisted of its output."""
+    return {
+        "prompt_tokens": job.prompt_tokens,
+        "completion_tokens": job.completion_tokens,
+        "total_tokens": job.prompt_tokens + job.completion_tokens,
+    }
+
+
+def _persisted(session: Session, job_ids: Collection[str]) -> dict[str, tuple[str, int]]:
+    """The joined text and the number of tokens of each job's events: the result is what was shown, by construction."""
+    rows = session.execute(
+        text(
+            "select job_id, coalesce(string_agg(text, ''::bytea order by number), ''::bytea) as text,"
+            " coalesce(sum(cardinality(token_ids)), 0) as tokens"
+            " from events where job_id = any(:ids) group by job_id"
+        ),
+        {"ids": list(job_ids)},
+    )
+    return {row.job_id: (bytes(row.text).decode(), int(row.tokens)) for row in rows}
+
+
+def _lock(
+    session: Session, *conditions: ColumnElement[bool], skip_locked: bool = False, limit: int | None = None
+) -> list[Job]:
+    return list(
+        session.scalars(
+            select(Job)
+            .where(*conditions)
+            .order_by(Job.id)
+            .limit(limit)
+            .with_for_update(skip_locked=skip_locked)
+            .execution_options(populate_existing=True)
+        )
+    )
+
+
+# ---- submit and read
+
+
+def submit(
+    session: Session,
+    tenant_id: str,
+    submission: Submission,
+    *,
+    max_queued: int,
+    idempotency: Idempotency | None = None,
+) -> tuple[Job, list[Event], bool]:
+    """Write a job in state queued. Returns it, its events to announce, and whether it is new.
+
+    The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
+    QueueFull when the tenant has max_queued jobs in line.
+    """
+    if idempotency is not None:
+        earlier = _remembered(session, tenant_id, idempotency)
+        if earlier is not None:
+            return earlier, [], False
+    _refuse_when_full(session, tenant_id, max_queued)
+    job = _new_job(session, tenant_id, submission)
+    if idempotency is not None and not _remember(session, tenant_id, idempotency, job.id):
+        # Somebody else used the key at the same moment and has committed since: his job is the one.
+        session.rollback()
+        earlier = _remembered(session, tenant_id, idempotency)
+        assert earlier is not None
+        return earlier, [], False
+    session.add(job)
+    session.flush()
+    return job, [_first_event(session, job)], True
+
+
+def submit_rows(session: Session, tenant_id: str, rows: Sequence[Submission]) -> list[Event]:
+    """Write the jobs of a batch's rows, all in state queued."""
+    jobs = [_new_job(session, tenant_id, row) for row in rows]
+    session.add_all(jobs)
+    session.flush()
+    return [_first_event(session, job) for job in jobs]
+
+
+def reject_row(
+    session: Session,
+    tenant_id: str,
+    *,
+    batch: tables.Batch,
+    row_number: int,
+    custom_id: str | None,
+    tier: Tier,
+    model: str,
+    model_revision: str,
+    error: Mapping[str, str],
+) -> list[Event]:
+    """Write a row that cannot run as a job that failed, so that the batch's counts add up from one table."""
+    submission = Submission(
+        tier=tier,
+        model=model,
+        model_revision=model_revision,
+        prompt_ids=(),
+        sampling={},
+        deadline_s=(batch.expires_at - db.now(session)).total_seconds(),
+        metadata={},
+        batch_id=batch.id,
+        row_number=row_number,
+        custom_id=custom_id,
+    )
+    job = _new_job(session, tenant_id, submission)
+    session.add(job)
+    session.flush()
+    job.error = dict(error)
+    return [_first_event(session, job), *move(session, [job], Status.FAILED)]
+
+
+def _new_job(session: Session, tenant_id: str, submission: Submission) -> Job:
+    moment = db.now(session)
+    return Job(
+        id=new_id("job"),
+        tenant_id=tenant_id,
+        tier=submission.tier.value,
+        model=submission.model,
+        model_revision=submission.model_revision,
+        status=Status.QUEUED.value,
+        prompt_ids=list(submission.prompt_ids),
+        prompt_tokens=len(submission.prompt_ids),
+        sampling=dict(submission.sampling),
+        job_metadata=dict(submission.metadata),
+        webhook_url=submission.webhook_url,
+        created_at=moment,
+        deadline_at=moment + timedelta(seconds=submission.deadline_s),
+        attempt=0,
+        deaths=0,
+        tokens_at_death=0,
+        handed_back=False,
+        completion_tokens=0,
+        batch_id=submission.batch_id,
+        row_number=submission.row_number,
+        custom_id=submission.custom_id,
+    )
+
+
+def _first_event(session: Session, job: Job) -> Event:
+    event = Event(job.id, 1, Status.QUEUED.value, _facts(job, None))
+    session.add(tables.Event(job_id=job.id, number=1, kind=event.kind, data=event.data))
+    return event
+
+
+def _refuse_when_full(session: Session, tenant_id: str, max_queued: int) -> None:
+    in_line = (
+        select(Job.id)
+        .where(Job.tenant_id == tenant_id, Job.status == "queued", Job.batch_id.is_(None))
+        .limit(max_queued)
+        .subquery()
+    )
+    if (session.scalar(select(func.count()).select_from(in_line)) or 0) >= max_queued:
+        raise QueueFull
+
+
+def _remembered(session: Session, tenant_id: str, idempotency: Idempotency) -> Job | None:
+    record = session.get(tables.IdempotencyRecord, (tenant_id, idempotency.key))
+    if record is None:
+        return None
+    if record.fingerprint != idempotency.fingerprint:
+        raise KeyReused(param="Idempotency-Key")
+    return find(session, tenant_id, record.job_id)
+
+
+def _remember(session: Session, tenant_id: str, idempotency: Idempotency, job_id: str) -> bool:
+    """Bind the key to the job. Waits for a concurrent holder of the key; False if he committed first."""
+    inserted = session.execute(
+        insert(tables.IdempotencyRecord)
+        .values(tenant_id=tenant_id, key=idempotency.key, fingerprint=idempotency.fingerprint, job_id=job_id)
+        .on_conflict_do_nothing()
+        .returning(tables.IdempotencyRecord.job_id)
+    )
+    return inserted.first() is not None
+
+
+def find(session: Session, tenant_id: str, job_id: str, *, with_output: bool = True) -> Job:
+    """The tenant's job. Raises NotFound; somebody else's job looks the same as none."""
+    query = select(Job).where(Job.id == job_id, Job.tenant_id == tenant_id)
+    if with_output:
+        query = query.options(undefer(Job.output_text))
+    job = session.scalar(query)
+    if job is None:
+        raise NotFound(f"There is no job '{job_id}'", param="id")
+    return job
+
+
+def page(session: Session, tenant_id: str, *, after: str | None, limit: int, status: Status | None = None) -> list[Job]:
+    """The tenant's jobs, newest first, from behind the job id after, at most limit of them."""
+    query = select(Job).where(Job.tenant_id == tenant_id).options(undefer(Job.output_text))
+    if after is not None:
+        query = query.where(Job.id < after)
+    if status is not None:
+        query = query.where(Job.status == status.value)
+    return list(session.scalars(query.order_by(Job.id.desc()).limit(limit)))
+
+
+def text_so_far(session: Session, job_ids: Collection[str]) -> dict[str, str]:
+    """What has been shown of each job's output."""
+    return {job_id: text for job_id, (text, _) in _persisted(session, job_ids).items()}
+
+
+# ---- the client's moves
+
+
+def cancel(session: Session, tenant_id: str, job_id: str) -> tuple[Job, list[Event]]:
+    """Cancel a job that has not ended. From the commit on, its worker's writes have no effect.
+
+    Raises NotFound, and Conflict when it had ended; a second cancel of a cancelled job returns it as it is.
+    """
+    find(session, tenant_id, job_id, with_output=False)
+    (job,) = _lock(session, Job.id == job_id)
+    if job.status == Status.CANCELLED:
+        return find(session, tenant_id, job_id), []
+    if Status(job.status).is_terminal:
+        raise Conflict(f"Job '{job_id}' has already {job.status}: it cannot be cancelled")
+    moved = move(session, [job], Status.CANCELLED)
+    return find(session, tenant_id, job_id), moved
+
+
+def cancel_batch(session: Session, batch_id: str, *, limit: int = 1000) -> list[Event]:
+    """Cancel up to limit unfinished jobs of a batch."""
+    jobs = _lock(session, Job.batch_id == batch_id, Job.status.in_(["queued", "running"]), limit=limit)
+    return move(session, jobs, Status.CANCELLED)
+
+
+def remove(session: Session, tenant_id: str, job_id: str) -> list[Event]:
+    """Delete a job and its events; one that has not ended is cancelled first.
+
+    Raises NotFound, and Conflict for a row of a batch: the batch counts it.
+    """
+    job = find(session, tenant_id, job_id, with_output=False)
+    if job.batch_id is not None:
+        raise Conflict(f"Job '{job_id}' is a row of batch '{job.batch_id}' and is kept with it")
+    moved = [] if Status(job.status).is_terminal else _cancel_unless_ended(session, tenant_id, job_id)
+    session.execute(delete(Job).where(Job.id == job_id))
+    return moved
+
+
+def _cancel_unless_ended(session: Session, tenant_id: str, job_id: str) -> list[Event]:
+    try:
+        return cancel(session, tenant_id, job_id)[1]
+    except Conflict:
+        return []  # it ended while we looked
+
+
+# ---- the worker's moves
+
+
+def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> list[Claim]:
+    """Take the queued jobs among those that messages named. What is not returned is a duplicate, to be dropped.
+
+    dispatch_numbers maps a job id to the number that its message carried. A worker that was declared dead gets none.
+    """
+    alive = (
+        select(tables.Worker.id)
+        .where(tables.Worker.id == owner, tables.Worker.dead.is_(False))
+        .with_for_update(read=True)
+    )
+    if session.scalar(alive) is None:
+        return []
+    jobs = _lock(session, Job.id.in_(dispatch_numbers), Job.status == "queued", skip_locked=True)
+    if not jobs:
+        return []
+    for job in jobs:
+        job.attempt += 1
+        job.owner = owner
+        job.claimed_number = dispatch_numbers[job.id]
+        job.dispatch_number = None
+        job.dispatched_at = None
+    moved = {event.job_id: event for event in move(session, jobs, Status.RUNNING)}
+    resumed = _tokens_of(session, [job.id for job in jobs if job.attempt > 1])
+    inputs = session.execute(select(Job.id, Job.prompt_ids, Job.sampling).where(Job.id.in_(moved)))
+    prompts = {job_id: (prompt_ids, sampling) for job_id, prompt_ids, sampling in inputs}
+    return [
+        Claim(
+            job_id=job.id,
+            tenant_id=job.tenant_id,
+            tier=Tier(job.tier),
+            attempt=job.attempt,
+            last_event=moved[job.id].number,
+            prompt_ids=tuple(prompts[job.id][0]),
+            resumed_ids=tuple(resumed.get(job.id, ())),
+            sampling=prompts[job.id][1],
+        )
+        for job in jobs
+    ]
+
+
+def started_events(claims: Sequence[Claim]) -> list[Event]:
+    """The events of a claim, to be announced after its commit."""
+    return [
+        Event(claim.job_id, claim.last_event, Status.RUNNING.value, {"status": "running", "attempt": claim.attempt})
+        for claim in claims
+    ]
+
+
+def _tokens_of(session: Session, job_ids: Collection[str]) -> dict[str, list[int]]:
+    """The persisted tokens of each job, in order."""
+    tokens: dict[str, list[int]] = {}
+    if not job_ids:
+        return tokens
+    rows = session.execute(
+        select(tables.Event.job_id, tables.Event.token_ids)
+        .where(tables.Event.job_id.in_(job_ids), tables.Event.token_ids.is_not(None))
+        .order_by(tables.Event.job_id, tables.Event.number)
+    )
+    for job_id, token_ids in rows:
+        tokens.setdefault(job_id, []).extend(token_ids or ())
+    return tokens
+
+
+def finish(session: Session, owner: str, finished: Sequence[Finished]) -> list[Event]:
+    """End attempts that owner still runs. What has no event in the answer had been taken away: it has no effect."""
+    by_id = {end.job_id: end for end in finished}
+    jobs = [
+        job
+        for job in _lock(session, Job.id.in_(by_id), Job.status == "running", Job.owner == owner)
+        if job.attempt == by_id[job.id].attempt
+    ]
+    _append_last_tokens(session, jobs, by_id)
+    moved: list[Event] = []
+    for status in Status:
+        ending = [job for job in jobs if by_id[job.id].status is status]
+        for job in ending:
+            job.finish_reason = by_id[job.id].finish_reason
+            error = by_id[job.id].error
+            job.error = None if error is None else dict(error)
+        moved += move(session, ending, status)
+    return moved
+
+
+def _append_last_tokens(session: Session, jobs: Sequence[Job], finished: Mapping[str, Finished]) -> None:
+    """Keep the last tokens, which have no text of their own, with the job's last event: charged is what is kept."""
+    for job in jobs:
+        token_ids = finished[job.id].token_ids
+        if token_ids:
+            last = select(func.max(tables.Event.number)).where(tables.Event.job_id == job.id).scalar_subquery()
+            session.execute(
+                update(tables.Event)
+                .where(tables.Event.job_id == job.id, tables.Event.number == last)
+                .values(token_ids=func.coalesce(tables.Event.token_ids, text("'{}'::int[]")).op("||")(list(token_ids)))
+                .execution_options(synchronize_session=False)
+            )
+
+
+def hand_back(session: Session, owner: str, job_ids: Collection[str]) -> list[Event]:
+    """Put jobs that owner runs and will not finish back in line, at its front."""
+    jobs = _lock(session, Job.id.in_(job_ids), Job.status == "running", Job.owner == owner)
+    for job in jobs:
+        job.handed_back = True
+    return move(session, jobs, Status.QUEUED, reason="handed back by its worker")
+
+
+# ---- the sweep's moves
+
+
+def requeue_orphans(session: Session, *, max_deaths: int, limit: int = 500) -> list[Event]:
+    """Put running jobs whose worker is dead back in line, at its front; one that keeps killing workers fails as poison.
+
+    A death counts against a job only if it made no progress since the death before.
+    """
+    alive = select(tables.Worker.id).where(tables.Worker.dead.is_(False))
+    jobs = _lock(session, Job.status == "running", Job.owner.not_in(alive), skip_locked=True, limit=limit)
+    if not jobs:
+        return []
+    persisted = _persisted(session, [job.id for job in jobs])
+    for job in jobs:
+        tokens = persisted[job.id][1]
+        job.deaths = 1 if tokens > job.tokens_at_death else job.deaths + 1
+        job.tokens_at_death = tokens
+        job.handed_back = True
+    poison = [job for job in jobs if job.deaths >= max_deaths]
+    for job in poison:
+        job.error = {"code": "poison", "message": f"{job.deaths} workers died while they ran this job"}
+    return move(session, poison, Status.FAILED) + move(
+        session, [job for job in jobs if job.deaths < max_deaths], Status.QUEUED, reason="its worker was lost"
+    )
+
+
+def expire(session: Session, *, limit: int = 500) -> list[Event]:
+    """End jobs whose deadline has passed."""
+    jobs = _lock(
+        session, Job.status.in_(["queued", "running"]), Job.deadline_at <= tables.NOW, skip_locked=True, limit=limit
+    )
+    for job in jobs:
+        job.error = {"code": "deadline_exceeded", "message": "The job's deadline passed before it ended"}
+    return move(session, jobs, Status.EXPIRED)
+
+
+def forget_lost_messages(session: Session, model: str, tier: Tier, *, queue_is_empty: bool, grace_s: float) -> int:
+    """Take back dispatch numbers whose message was lost at the broker, so that dispatch sends the jobs again.
+
+    A message counts as lost when its queue is empty, or when one with a higher number was claimed: queues are first in,
+    first out. Younger ones than grace_s are left alone. Returns how many there were.
+    """
+    claimed = select(func.max(Job.claimed_number)).where(Job.model == model, Job.tier == tier.value).scalar_subquery()
+    old = and_(
+        Job.model == model,
+        Job.tier == tier.value,
+        Job.status == "queued",
+        Job.dispatch_number.is_not(None),
+        Job.dispatched_at < tables.NOW - timedelta(seconds=grace_s),
+    )
+    lost = old if queue_is_empty else and_(old, Job.dispatch_number < claimed)
+    forgotten = session.execute(
+        update(Job)
+        .where(lost)
+        .values(dispatch_number=None, dispatched_at=None)
+        .returning(Job.id)
+        .execution_options(synchronize_session=False)
+    )
+    return len(forgotten.all())
+
+
+def count_by_status(session: Session, batch_id: str) -> dict[Status, int]:
+    """How many rows of a batch stand in each status."""
+    rows = session.execute(
+        select(Job.status, cast(func.count(), Integer)).where(Job.batch_id == batch_id).group_by(Job.status)
+    )
+    return {Status(status): count for status, count in rows}

@@ -1,0 +1,293 @@
+"""The tables.
+
+Times are UTC by the database's clock; ids are made in Python; text of models is bytes, for it may hold NUL.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, ClassVar
+
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    Sequence,
+    Text,
+    TypeDecorator,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.engine import Dialect
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class ModelText(TypeDecorator[str]):
+    """Text that a model made, kept as UTF-8 bytes: Postgres text refuses U+0000, which a model may well produce."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> bytes | None:
+        return None if value is None else value.encode()
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> str | None:
+        return None if value is None else bytes(value).decode()
+
+
+class Base(DeclarativeBase):
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        str: Text,
+        datetime: DateTime(timezone=True),
+        dict[str, Any]: JSONB,
+        list[int]: ARRAY(Integer),
+        bytes: LargeBinary,
+    }
+
+
+NOW = func.clock_timestamp()
+
+dispatch_numbers = Sequence("dispatch_numbers", metadata=Base.metadata)
+"""The order in which jobs are handed to the broker."""
+
+
+class Tenant(Base):
+    """Who pays and owns."""
+
+    __tablename__ = "tenants"
+    __table_args__ = (CheckConstraint("plan in ('paid', 'free')", name="tenants_plan"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    plan: Mapped[str]
+    webhook_secret: Mapped[bytes]
+    """Encrypted with the secret key; signs the tenant's webhooks."""
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+
+
+class ApiKey(Base):
+    """A bearer key: found by its public prefix, proved by the hash of the whole."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    prefix: Mapped[str] = mapped_column(unique=True)
+    hash: Mapped[bytes]
+    """SHA-256 of the key: fast is right for 256 random bits."""
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    revoked_at: Mapped[datetime | None]
+
+
+class Job(Base):
+    """One generation. Its status is written by jobs.move() alone."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        CheckConstraint(
+            "status in ('queued', 'running', 'succeeded', 'failed', 'cancelled', 'expired')", name="jobs_status"
+        ),
+        CheckConstraint("(status = 'running') = (owner is not null)", name="jobs_owner"),
+        Index("jobs_by_tenant", "tenant_id", "id"),
+        Index(
+            "jobs_waiting",
+            "model",
+            "tier",
+            text("handed_back desc"),
+            "id",
+            postgresql_where=text("status = 'queued' and dispatch_number is null"),
+        ),
+        Index(
+            "jobs_dispatched",
+            "model",
+            "tier",
+            "dispatch_number",
+            postgresql_where=text("status = 'queued' and dispatch_number is not null"),
+        ),
+        Index("jobs_claimed", "model", "tier", "claimed_number"),
+        Index("jobs_running", "owner", postgresql_where=text("status = 'running'")),
+        Index("jobs_unfinished", "deadline_at", postgresql_where=text("status in ('queued', 'running')")),
+        Index("jobs_of_tenant_queued", "tenant_id", postgresql_where=text("status = 'queued'")),
+        Index("jobs_by_batch", "batch_id", "row_number", unique=True, postgresql_where=text("batch_id is not null")),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    tier: Mapped[str]
+    model: Mapped[str]
+    model_revision: Mapped[str]
+    status: Mapped[str]
+    prompt_ids: Mapped[list[int]] = mapped_column(deferred=True)
+    prompt_tokens: Mapped[int]
+    sampling: Mapped[dict[str, Any]] = mapped_column(deferred=True)
+    """The fields of engine.request.Sampling; the seed is drawn at submit where the client gave none."""
+    job_metadata: Mapped[dict[str, Any]] = mapped_column("metadata", server_default=text("'{}'"))
+    webhook_url: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    deadline_at: Mapped[datetime]
+    started_at: Mapped[datetime | None]
+    """When its first attempt began."""
+    finished_at: Mapped[datetime | None]
+
+    attempt: Mapped[int] = mapped_column(server_default=text("0"))
+    """The fence: a write of an older attempt has no effect."""
+    deaths: Mapped[int] = mapped_column(server_default=text("0"))
+    """Workers that died under it since it last made progress."""
+    tokens_at_death: Mapped[int] = mapped_column(server_default=text("0"))
+    """Tokens persisted when a worker last died under it: more than that is progress."""
+    owner: Mapped[str | None]
+    """The worker incarnation that runs it."""
+    dispatch_number: Mapped[int | None] = mapped_column(BigInteger)
+    """Set while a message at the broker names this job."""
+    dispatched_at: Mapped[datetime | None]
+    claimed_number: Mapped[int | None] = mapped_column(BigInteger)
+    """The dispatch number of the message by which it was last claimed."""
+    handed_back: Mapped[bool] = mapped_column(server_default=text("false"))
+    """It ran before, so it goes to the front of the line."""
+
+    finish_reason: Mapped[str | None]
+    output_text: Mapped[str | None] = mapped_column(ModelText, deferred=True)
+    completion_tokens: Mapped[int] = mapped_column(server_default=text("0"))
+    error: Mapped[dict[str, Any] | None]
+    """{code, message}"""
+
+    batch_id: Mapped[str | None] = mapped_column(ForeignKey("batches.id"))
+    row_number: Mapped[int | None]
+    """The row of the batch's input file, from 1."""
+    custom_id: Mapped[str | None]
+
+
+class Event(Base):
+    """A fact about a job. Numbers run from 1 without gap; the primary key refuses a second writer."""
+
+    __tablename__ = "events"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    """tokens, or the status that the job moved to."""
+    data: Mapped[dict[str, Any] | None]
+    """What is shown, for kinds other than tokens."""
+    text: Mapped[str | None] = mapped_column(ModelText)
+    """What is shown, for tokens."""
+    token_ids: Mapped[list[int] | None]
+    """Tokens generated since the event before; a new attempt goes on from them."""
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+
+
+class IdempotencyRecord(Base):
+    """An Idempotency-Key and the job that it made."""
+
+    __tablename__ = "idempotency_records"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    fingerprint: Mapped[bytes]
+    """SHA-256 of the canonical body."""
+    job_id: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+
+
+class Worker(Base):
+    """One incarnation of a worker: alive while its heartbeat is fresh and nobody declared it dead."""
+
+    __tablename__ = "workers"
+    __table_args__ = (Index("workers_alive", "heartbeat_at", postgresql_where=text("not dead")),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    model: Mapped[str]
+    host: Mapped[str]
+    pid: Mapped[int]
+    slots: Mapped[int]
+    free_slots: Mapped[int]
+    steps: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    """The engine's step counter: health is progress."""
+    started_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    heartbeat_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    dead: Mapped[bool] = mapped_column(server_default=text("false"))
+
+
+class Delivery(Base):
+    """One webhook to be sent; its id is the webhook-id of every attempt."""
+
+    __tablename__ = "deliveries"
+    __table_args__ = (
+        CheckConstraint("status in ('pending', 'sending', 'delivered', 'dead')", name="deliveries_status"),
+        Index("deliveries_due", "next_at", postgresql_where=text("status in ('pending', 'sending')")),
+        Index("deliveries_by_job", "job_id"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    job_id: Mapped[str]
+    url: Mapped[str]
+    body: Mapped[str]
+    """The exact JSON text that is signed and posted, ASCII only."""
+    status: Mapped[str] = mapped_column(server_default=text("'pending'"))
+    attempts: Mapped[int] = mapped_column(server_default=text("0"))
+    next_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    """When it is due; while it is being sent, when the sender counts as dead."""
+    response_status: Mapped[int | None]
+    error: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    delivered_at: Mapped[datetime | None]
+
+
+class File(Base):
+    """An uploaded or generated file; its bytes lie in the home under its id."""
+
+    __tablename__ = "files"
+    __table_args__ = (Index("files_by_tenant", "tenant_id", "id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    filename: Mapped[str]
+    purpose: Mapped[str]
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+
+
+class Batch(Base):
+    """An OpenAI-style file of requests. Its rows are jobs of the bulk tier."""
+
+    __tablename__ = "batches"
+    __table_args__ = (
+        Index("batches_by_tenant", "tenant_id", "id"),
+        Index(
+            "batches_open",
+            "id",
+            postgresql_where=text("status in ('validating', 'in_progress', 'finalizing', 'cancelling')"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    endpoint: Mapped[str]
+    completion_window: Mapped[str]
+    status: Mapped[str]
+    input_file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
+    output_file_id: Mapped[str | None]
+    error_file_id: Mapped[str | None]
+    errors: Mapped[dict[str, Any] | None]
+    batch_metadata: Mapped[dict[str, Any] | None] = mapped_column("metadata")
+    webhook_url: Mapped[str | None]
+    rows_read: Mapped[int] = mapped_column(server_default=text("0"))
+    """Rows of the input file that have become jobs."""
+    bytes_read: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    """Where in the input file the next row starts."""
+    total_rows: Mapped[int | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    in_progress_at: Mapped[datetime | None]
+    finalizing_at: Mapped[datetime | None]
+    completed_at: Mapped[datetime | None]
+    failed_at: Mapped[datetime | None]
+    expired_at: Mapped[datetime | None]
+    cancelling_at: Mapped[datetime | None]
+    cancelled_at: Mapped[datetime | None]
+    expires_at: Mapped[datetime]

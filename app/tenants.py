@@ -1,0 +1,89 @@
+"""Tenants and their API keys."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from app import tables
+from app.errors import NotFound, Unauthenticated
+from app.ids import new_id
+from app.tables import ApiKey, Tenant
+from app.tiers import Plan
+from app.vault import Vault
+
+_PREFIX_LENGTH = 15
+"""Of 'eb_' and 12 hexadecimal digits: public, and enough to find the key by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provisioned:
+    """What is shown once, when a key is made."""
+
+    tenant_id: str
+    key: str
+    webhook_secret: str
+
+
+def provision(
+    session: Session, vault: Vault, *, name: str, plan: Plan, webhook_secret: str | None = None
+) -> Provisioned:
+    """Make a key for the tenant of that name; a tenant that is new gets the given webhook secret, or a fresh one."""
+    tenant = session.scalar(select(Tenant).where(Tenant.name == name))
+    if tenant is None:
+        secret = webhook_secret or new_webhook_secret()
+        tenant = Tenant(id=new_id("tenant"), name=name, plan=plan.value, webhook_secret=vault.encrypt(secret))
+        session.add(tenant)
+        session.flush()
+    key = f"eb_{secrets.token_hex(6)}_{secrets.token_urlsafe(32)}"
+    session.add(ApiKey(id=new_id("key"), tenant_id=tenant.id, prefix=key[:_PREFIX_LENGTH], hash=_hash(key)))
+    session.flush()
+    return Provisioned(tenant_id=tenant.id, key=key, webhook_secret=vault.decrypt(tenant.webhook_secret))
+
+
+def new_webhook_secret() -> str:
+    """A Standard Webhooks secret of 32 random bytes: whsec_<base64>."""
+    return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
+
+
+def authenticate(session: Session, key: str) -> Tenant:
+    """The tenant whose key this is. Raises Unauthenticated."""
+    row = session.execute(
+        select(ApiKey.hash, Tenant)
+        .join(Tenant, Tenant.id == ApiKey.tenant_id)
+        .where(ApiKey.prefix == key[:_PREFIX_LENGTH], ApiKey.revoked_at.is_(None))
+    ).first()
+    known = bytes(row[0]) if row is not None else bytes(32)
+    if not hmac.compare_digest(known, _hash(key)) or row is None:
+        raise Unauthenticated
+    tenant: Tenant = row[1]
+    return tenant
+
+
+def keys(session: Session) -> Sequence[tuple[ApiKey, Tenant]]:
+    """All keys with their tenants, oldest first; a revoked one has its revoked_at."""
+    rows = session.execute(select(ApiKey, Tenant).join(Tenant, Tenant.id == ApiKey.tenant_id).order_by(ApiKey.id))
+    return [(key, tenant) for key, tenant in rows]
+
+
+def revoke(session: Session, prefix: str) -> None:
+    """End a key at once. Raises NotFound."""
+    revoked = session.execute(
+        update(ApiKey)
+        .where(ApiKey.prefix == prefix, ApiKey.revoked_at.is_(None))
+        .values(revoked_at=tables.NOW)
+        .returning(ApiKey.id)
+    )
+    if revoked.first() is None:
+        raise NotFound(f"There is no live key with the prefix '{prefix}'")
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
