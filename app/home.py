@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -49,16 +48,12 @@ class Home:
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
-    def model_directory(self, model: str) -> Path:
-        """Where the files of a model lie: a name is a directory of the home, anything with a slash is a path."""
-        return Path(model).expanduser().absolute() if "/" in model else self.path / "models" / model
-
-    def secret(self, name: str, make: Callable[[], str] = lambda: secrets.token_urlsafe(32)) -> str:
-        """The secret of this name, made at its first use. Several processes may ask at once: all get the same."""
+    def secret(self, name: str) -> str:
+        """The random secret of this name, made at its first use; processes that ask at once get the same."""
         place = self.path / "secrets" / name
         place.parent.mkdir(mode=0o700, exist_ok=True)
         if not place.exists():
-            write_private(place, make(), replace=False)
+            write_private(place, secrets.token_urlsafe(32), replace=False)
         return place.read_text()
 
 

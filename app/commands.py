@@ -1,0 +1,45 @@
+"""The command lines of the service's processes: `everbatch up` and docker-compose.yml run the very same ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from app.settings import Settings
+
+PROJECT = Path(__file__).parent.parent
+"""Where every process runs."""
+CANNOT_START = 78
+"""The exit code (EX_CONFIG) of a process for which a new start would not help; its last line says why."""
+API_GRACE_S = 5
+"""Open streams get so long to end when the API stops, in seconds; their clients resume at the next start."""
+
+
+def api_command(settings: Settings) -> list[str]:
+    """The API: gunicorn, one process, a thread per request or stream."""
+    return [
+        *[sys.executable, "-m", "gunicorn", "app.api:create_app()"],
+        *["--bind", f"{settings.host}:{settings.port}"],
+        *["--worker-class", "gthread", "--threads", str(settings.api_threads)],
+        *["--graceful-timeout", str(API_GRACE_S)],
+        *["--worker-tmp-dir", "/dev/shm"],  # its heartbeat file must not wait for a disk
+        "--no-control-socket",
+    ]
+
+
+def engine_command(number: int = 1) -> list[str]:
+    """An engine worker: one process, one model."""
+    return _celery_command("engine", f"engine{number}@%h")
+
+
+def io_command() -> list[str]:
+    """The io worker: dispatch on a timer, sweep, batches, deliveries."""
+    return _celery_command("io", "io@%h")
+
+
+def _celery_command(application: str, name: str) -> list[str]:
+    return [
+        *[sys.executable, "-m", "celery", "-A", f"worker.celery_app:{application}", "worker"],
+        *["--hostname", name, "--loglevel", "INFO"],
+        *["--without-gossip", "--without-mingle", "--without-heartbeat"],  # leases in Postgres say who lives
+    ]
