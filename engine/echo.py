@@ -1,0 +1,93 @@
+"""The engine's runner without a model: instant to load, deterministic, for tests, drills and load tests.
+
+A token depends on nothing but the request's seed and the token's position, so that a resumed request goes on exactly
+as it would have, on whichever worker. It is a letter or a space; no request ends before max_tokens or a stop string.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine.detokenizer import BYTE_ALPHABET
+from engine.step import StepPlan
+
+CONTEXT_LENGTH = 8192
+"""Positions of an echo sequence, prompt and output together."""
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_EOS = "<|im_end|>"
+_EOS_ID = 256 + _SPECIAL_TOKENS.index(_EOS)
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32 characters; words have five letters on average
+_CHATML = """\
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+class EchoRunner:
+    """Computes steps of `write_model`'s model in `step_ms` milliseconds each, whatever is in them."""
+
+    def __init__(self, *, step_ms: float = 0.0, block_size: int = 16, num_blocks: int = 4096) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.context_length = CONTEXT_LENGTH
+        self.eos_ids = frozenset({_EOS_ID})
+        self._step_s = step_ms / 1000
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        if self._step_s:
+            time.sleep(self._step_s)
+        return [
+            echo_token(chunk.sampling.seed, chunk.start + len(chunk.token_ids))
+            for chunk in plan.chunks
+            if chunk.sampling is not None
+        ]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def echo_token(seed: int, position: int) -> int:
+    """The token id, a byte, that the echo model has at an absolute position."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 1) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return _LETTERS[mixed >> 59]
+
+
+def write_model(model_dir: Path) -> None:
+    """Write the echo model as a Hugging Face directory, made where missing: configuration, tokenizer, chat template.
+
+    A token is a byte and its id is its value, so that prompts of any text are counted in UTF-8 bytes; three special
+    tokens follow. Writing it again changes nothing.
+    """
+    model_dir.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "echo",
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "vocab_size": 256 + len(_SPECIAL_TOKENS),
+        "eos_token_id": _EOS_ID,
+    }
+    tokenizer_config = {"eos_token": _EOS}
+    (model_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    (model_dir / "chat_template.jinja").write_text(_CHATML)
+    _byte_tokenizer().save(str(model_dir / "tokenizer.json"))
+
+
+def _byte_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: byte for byte, character in enumerate(BYTE_ALPHABET)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS])
+    return tokenizer

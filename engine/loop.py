@@ -1,0 +1,263 @@
+"""The engine's thread: requests in from any thread, one step after another, outputs out once per step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.detokenizer import Detokenizer, TextStream
+from engine.request import Finish, Output, Request, Stats
+from engine.scheduler import Progress, Scheduler
+from engine.step import Runner
+from engine.stops import StopMatcher
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 30.0
+"""How long close() waits for the step that is being computed."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine takes no more requests."""
+
+
+class EngineLoop:
+    """Continuous batching over one runner: implements request.Engine.
+
+    The thread alone touches scheduler, runner and detokenizer; other threads leave word in the inbox. Between steps
+    it empties the inbox; without work it sleeps until word comes.
+
+    An abort shows nothing more: text that is held back then belongs to the tokens that a later attempt resumes from.
+    The last Output of any other end carries the rest of the text.
+
+    A thread that dies by an exception leaves the live requests without an Output: nobody may take its last state for
+    a result. `failure` says why; the process is expected to exit, and the jobs are resumed elsewhere.
+    """
+
+    def __init__(
+        self, runner: Runner, detokenizer: Detokenizer, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        """The runner is the loop's from here on, and closed with it. Raises ValueError as Scheduler does."""
+        self._runner = runner
+        self._detokenizer = detokenizer
+        self._scheduler = Scheduler(
+            block_size=runner.block_size,
+            num_blocks=runner.num_blocks,
+            context_length=runner.context_length,
+            eos_ids=runner.eos_ids,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self._transcripts: dict[str, _Transcript] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+
+        self._word = threading.Condition()  # guards what follows
+        self._inbox: list[Request | str] = []  # requests to take and ids to abort, in the order they came
+        self._live: set[str] = set()
+        self._stats = self._scheduler.stats()
+        self._is_closing = False
+        self._is_runner_closed = False
+
+    def start(self, on_outputs: Callable[[Sequence[Output]], None]) -> None:
+        """Run steps on a thread of its own; on_outputs gets each step's outputs there, never an empty list."""
+        if self._thread is not None:
+            raise RuntimeError("the engine was started before")
+        self._thread = threading.Thread(target=self._run, args=(on_outputs,), name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Take a request from any thread. It ends in exactly one Output with a finish.
+
+        Raises ValueError for an id whose last Output is still to come, and EngineStoppedError after the engine's end.
+        """
+        with self._word:
+            if self._is_closing or self._failure is not None:
+                raise EngineStoppedError(self._failure or "the engine is closed")
+            if request.id in self._live:
+                raise ValueError(f"request {request.id} is already in the engine")
+            self._live.add(request.id)
+            self._inbox.append(request)
+            self._word.notify()
+
+    def abort(self, request_id: str) -> None:
+        """Take a request back from any thread, in any state, within one step; unknown ids are ignored."""
+        with self._word:
+            if request_id in self._live:
+                self._inbox.append(request_id)
+                self._word.notify()
+
+    def stats(self) -> Stats:
+        """The engine after its last step; requests in the inbox count as waiting. From any thread."""
+        with self._word:
+            stats = self._stats
+            arrived = Counter(request.rank for request in self._inbox if isinstance(request, Request))
+        if not arrived:
+            return stats
+        num_ranks = max(len(stats.waiting_by_rank), max(arrived) + 1)
+        padding = (0,) * (num_ranks - len(stats.waiting_by_rank))
+        waiting = [count + arrived[rank] for rank, count in enumerate(stats.waiting_by_rank + padding)]
+        return replace(
+            stats,
+            waiting=stats.waiting + arrived.total(),
+            running_by_rank=stats.running_by_rank + padding,
+            waiting_by_rank=tuple(waiting),
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine's thread ended by itself, or None."""
+        return self._failure
+
+    def close(self) -> None:
+        """End the thread within a step; what is left ends as aborted. May be called twice, from any thread.
+
+        Waits 30 s at most; a runner that is still computing then is left alone, and so is the (daemon) thread.
+        """
+        with self._word:
+            self._is_closing = True
+            self._word.notify()
+        if self._thread is threading.current_thread():
+            return  # the loop ends after the outputs it is handing over, and closes the runner itself
+        if self._thread is None:
+            self._close_runner()
+            return
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the engine's step did not end within %s s", _CLOSE_TIMEOUT_S)
+
+    def _run(self, on_outputs: Callable[[Sequence[Output]], None]) -> None:
+        try:
+            while self._wait_for_work():
+                self._hand_over(self._empty_inbox() + self._step(), on_outputs)
+            self._hand_over(self._abort_all(), on_outputs)
+        except BaseException as error:
+            logger.exception("the engine's thread died")
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._close_runner()
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; False once the engine is to end."""
+        with self._word:
+            self._word.wait_for(lambda: self._is_closing or self._inbox or self._stats.running or self._stats.waiting)
+            return not self._is_closing
+
+    def _empty_inbox(self) -> list[Output]:
+        """Take and abort what the inbox says; the outputs of requests that end by it."""
+        with self._word:
+            messages = list(self._inbox)
+        outputs = [output for message in messages if (output := self._receive(message))]
+        with self._word:
+            # Only now, together with the new stats: a request is counted at every instant.
+            del self._inbox[: len(messages)]
+            self._stats = self._scheduler.stats()
+        return outputs
+
+    def _receive(self, message: Request | str) -> Output | None:
+        if isinstance(message, Request):
+            return self._take(message)
+        return self._abort(message)
+
+    def _take(self, request: Request) -> Output | None:
+        end = self._scheduler.add(request)
+        self._transcripts[request.id] = transcript = _Transcript(self._detokenizer.stream(), request.sampling.stop)
+        resumed_ids = request.resumed_ids
+        if end and end.finish is Finish.STOP:
+            resumed_ids = resumed_ids[:-1]  # the end-of-sequence token, which has no text
+        transcript.push(resumed_ids)
+        if end:
+            return self._output(end)
+        if transcript.is_stopped:
+            return self._stop(Progress(request.id), "")
+        return None
+
+    def _abort(self, request_id: str) -> Output | None:
+        if not self._scheduler.abort(request_id):
+            return None
+        del self._transcripts[request_id]
+        return self._make_output(Progress(request_id, finish=Finish.ABORTED), "")
+
+    def _abort_all(self) -> list[Output]:
+        outputs = self._empty_inbox()
+        outputs += [output for request_id in list(self._transcripts) if (output := self._abort(request_id))]
+        with self._word:
+            self._stats = self._scheduler.stats()
+        return outputs
+
+    def _step(self) -> list[Output]:
+        plan = self._scheduler.plan()
+        if plan is None:
+            return []
+        progress = self._scheduler.commit(plan, self._runner.execute(plan))
+        outputs = [self._output(gained) for gained in progress]
+        with self._word:
+            self._stats = self._scheduler.stats()
+        return outputs
+
+    def _output(self, progress: Progress) -> Output:
+        """The output for what the scheduler booked: text, and the end where a stop string appeared."""
+        transcript = self._transcripts[progress.request_id]
+        # The scheduler's own STOP is the end-of-sequence token, which has no text.
+        text = "" if progress.finish is Finish.STOP else transcript.push(progress.token_ids)
+        if progress.finish and progress.finish is not Finish.ERROR:
+            text += transcript.flush()
+        if transcript.is_stopped:
+            return self._stop(progress, text)
+        if progress.finish:
+            del self._transcripts[progress.request_id]
+        return self._make_output(progress, text)
+
+    def _stop(self, progress: Progress, text: str) -> Output:
+        """End a request whose text reached a stop string; the scheduler knows no text and is told."""
+        self._scheduler.abort(progress.request_id)
+        del self._transcripts[progress.request_id]
+        return self._make_output(replace(progress, finish=Finish.STOP, error=None), text)
+
+    def _make_output(self, progress: Progress, text: str) -> Output:
+        return Output(
+            request_id=progress.request_id,
+            token_ids=progress.token_ids,
+            text=text,
+            step=self._scheduler.steps,
+            finish=progress.finish,
+            error=progress.error,
+        )
+
+    def _hand_over(self, outputs: list[Output], on_outputs: Callable[[Sequence[Output]], None]) -> None:
+        if not outputs:
+            return
+        with self._word:
+            # Before the call: whoever gets a request's end may submit it again at once.
+            self._live.difference_update(output.request_id for output in outputs if output.finish)
+        on_outputs(outputs)
+
+    def _close_runner(self) -> None:
+        with self._word:
+            if self._is_runner_closed:
+                return
+            self._is_runner_closed = True
+        self._runner.close()
+
+
+class _Transcript:
+    """What one request has shown: a pure function of its tokens, so a resumed one goes on exactly where it was."""
+
+    def __init__(self, stream: TextStream, stops: tuple[str, ...]) -> None:
+        self._stream = stream
+        self._stops = StopMatcher(stops)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stops.is_stopped
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that may be shown after these tokens."""
+        return self._stops.push(self._stream.push(token_ids))
+
+    def flush(self) -> str:
+        """The rest of the text; it may complete a stop string."""
+        return self._stops.push(self._stream.flush()) + self._stops.flush()
