@@ -1,0 +1,49 @@
+# The two commands to know: `make demo` shows the whole service at work, `make test` proves it.
+# Each sets up .venv by itself; a second run starts in seconds.
+
+BIN := .venv/bin
+INSTALLED := .venv/installed
+BENCHMARKS = $(filter-out gpu_check,$(basename $(notdir $(sort $(wildcard benchmarks/[a-z]*.py)))))
+
+# Idle OpenMP threads sleep instead of spinning: these machines run a database and a broker beside the model.
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: setup demo serve test test-all lint bench gpu-check lock
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml requirements.lock deploy/install.py deploy/setup.sh
+	sh deploy/setup.sh
+	@touch $@
+
+# Jobs of three tiers, live tokens, a webhook, a killed worker: in a minute, from nothing.
+demo: setup
+	$(BIN)/everbatch demo
+
+# The service until Ctrl-C; prints the address, two keys and a curl example.
+serve: setup
+	$(BIN)/everbatch up
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Each script prints one JSON object as its last line.
+bench: setup
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+# On a machine with a GPU and a torch of its own: installs nothing.
+gpu-check:
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m benchmarks.gpu_check; else python3 -m benchmarks.gpu_check; fi
+
+# After a change of the dependencies in pyproject.toml.
+lock:
+	sh deploy/setup.sh lock
