@@ -84,6 +84,17 @@ class Settings(BaseSettings):
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
 
 
+class ClientSettings(BaseSettings):
+    """Where the commands that talk to a service find it; unset: in the home's file."""
+
+    model_config = SettingsConfigDict(env_prefix="EVERBATCH_", frozen=True, extra="ignore")
+
+    url: str | None = None
+    """The address of the service, such as http://127.0.0.1:8000."""
+    api_key: SecretStr | None = None
+    """A tenant's key."""
+
+
 def environment(settings: Settings) -> dict[str, str]:
     """Our environment for a child process that is to read these very settings, whatever was set before."""
     values = {name: getattr(settings, name) for name in Settings.model_fields}
