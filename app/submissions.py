@@ -1,0 +1,254 @@
+"""A request's body → a JobRequest, checked field by field → a Submission, rendered and tokenized.
+
+For the routes of the API and for the rows of a batch alike; no web here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from app import tiers
+from app.bodies import field_path
+from app.errors import InvalidRequest, NotFound
+from app.jobs import Submission
+from app.models import Model
+from app.prompts import Prompts
+from app.settings import Settings
+from app.tiers import Plan
+
+DEFAULT_MAX_TOKENS = 256
+"""Where the client names none and so many fit."""
+MAX_DEADLINE_S = 30 * 86_400.0
+_TAG = "~"
+"""Starts the tags of our unions, so that they can be left out of a field's path."""
+
+
+def _kind(value: Any) -> str | None:
+    """Which member of a union of a string and a list the client meant."""
+    match value:
+        case str():
+            return "~text"
+        case list() | tuple():
+            return "~list"
+    return None
+
+
+class _Body(BaseModel):
+    """Unknown fields are refused, and nothing is converted: true is no integer, "5" no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ChatMessage(_Body):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Webhook(_Body):
+    url: Annotated[str, Field(min_length=1, max_length=2048)]
+
+
+MaxTokens = Annotated[int, Field(ge=1)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+TextOrIds = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[int], Tag("~list")],
+    Discriminator(
+        _kind, custom_error_type="prompt_type", custom_error_message="Input should be a string or a list of token ids"
+    ),
+]
+StopStrings = Annotated[
+    Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=16), Tag("~list")],
+    Discriminator(
+        _kind, custom_error_type="stop_type", custom_error_message="Input should be a string or a list of strings"
+    ),
+]
+Metadata = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+
+
+B = TypeVar("B", bound=_Body)
+
+
+class _Generation(_Body):
+    """The fields that every way to ask for text has."""
+
+    model: str | None = None
+    max_tokens: MaxTokens | None = None
+    """Default: 256, or what still fits the model's context."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 is greedy. Default: 1."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Default: 1."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Default: drawn at random."""
+    stop: StopStrings | None = None
+    service_tier: str | None = None
+    metadata: Metadata | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        match self.stop:
+            case None:
+                return ()
+            case str():
+                return (self.stop,)
+        return tuple(self.stop)
+
+
+class JobRequest(_Generation):
+    """The body of POST /v1/jobs: exactly one of prompt and messages."""
+
+    prompt: TextOrIds | None = None
+    """Text, or token ids."""
+    messages: Messages | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """0 keeps all. Default: 0."""
+    ignore_eos: bool | None = None
+    """Default: false."""
+    webhook: Webhook | None = None
+    deadline: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
+    """Seconds from now until the job expires. Default: the server's own."""
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("Give either prompt or messages", param="prompt")
+        return self
+
+
+class _OpenAIBody(_Generation):
+    """What both OpenAI endpoints have; of what we do not do, only the neutral value is taken."""
+
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    stream: Literal[False] | None = None
+    user: str | None = None
+    """Ignored."""
+
+    def _shared(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _Generation.model_fields}
+
+
+class ChatCompletion(_OpenAIBody):
+    """The body of a row for /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: MaxTokens | None = None
+
+    def as_job(self) -> JobRequest:
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return JobRequest(**self._shared() | {"max_tokens": max_tokens}, messages=self.messages)
+
+
+class Completion(_OpenAIBody):
+    """The body of a row for /v1/completions."""
+
+    prompt: TextOrIds
+
+    def as_job(self) -> JobRequest:
+        return JobRequest(**self._shared(), prompt=self.prompt)
+
+
+_ROWS: dict[str, type[ChatCompletion | Completion]] = {
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/completions": Completion,
+}
+ROW_ENDPOINTS = tuple(_ROWS)
+"""The endpoints that a batch's rows may name."""
+
+
+def parse(body: Mapping[str, Any]) -> JobRequest:
+    """The request that a body of POST /v1/jobs makes. Raises InvalidRequest, naming the first wrong field."""
+    return _validated(JobRequest, body)
+
+
+def parse_row(endpoint: str, body: Mapping[str, Any]) -> JobRequest:
+    """The request that a batch row's body makes; endpoint is one of ROW_ENDPOINTS. Raises InvalidRequest."""
+    return _validated(_ROWS[endpoint], body).as_job()
+
+
+def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Prompts, settings: Settings) -> Submission:
+    """What jobs.submit takes: rendered, tokenized, with all defaults filled in.
+
+    A batch sets tier, deadline and row with dataclasses.replace. Raises NotFound for a model that is not served,
+    InvalidRequest for what does not fit it.
+    """
+    if request.model is not None and request.model != model.name:
+        raise NotFound(f"There is no model '{request.model[:64]}'; this server has '{model.name}'", param="model")
+    tier = tiers.admit(plan, request.service_tier)
+    prompt_ids = _prompt_ids(request, prompts)
+    return Submission(
+        tier=tier,
+        model=model.name,
+        model_revision=model.revision,
+        prompt_ids=prompt_ids,
+        sampling={
+            "max_tokens": _max_tokens(request, len(prompt_ids), model.context_length),
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "top_k": request.top_k or 0,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "seed": secrets.randbits(63) if request.seed is None else request.seed,
+            "stop": request.stop_strings,
+            "ignore_eos": bool(request.ignore_eos),
+        },
+        deadline_s=settings.deadline_s if request.deadline is None else request.deadline,
+        metadata=request.metadata or {},
+        webhook_url=None if request.webhook is None else request.webhook.url,
+    )
+
+
+def _prompt_ids(request: JobRequest, prompts: Prompts) -> tuple[int, ...]:
+    match request.prompt:
+        case str():
+            return prompts.of_text(request.prompt)
+        case list():
+            return prompts.of_ids(request.prompt)
+    assert request.messages is not None
+    return prompts.of_messages([{"role": each.role, "content": each.content} for each in request.messages])
+
+
+def _max_tokens(request: JobRequest, prompt_tokens: int, context_length: int) -> int:
+    room = context_length - prompt_tokens
+    if room < 1:
+        field = "messages" if request.prompt is None else "prompt"
+        raise InvalidRequest(
+            f"{field} has {prompt_tokens} tokens; the model's context of {context_length} must hold one more",
+            param=field,
+        )
+    if request.max_tokens is None:
+        return min(DEFAULT_MAX_TOKENS, room)
+    if request.max_tokens > room:
+        raise InvalidRequest(
+            f"max_tokens may be at most {room}: the prompt has {prompt_tokens} of the model's {context_length} tokens",
+            param="max_tokens",
+        )
+    return request.max_tokens
+
+
+def _validated(schema: type[B], body: Mapping[str, Any]) -> B:
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+
+
+def _refusal(error: ErrorDetails) -> InvalidRequest:
+    """The first error of a body, with the field's path as the client wrote it."""
+    location = tuple(segment for segment in error["loc"] if not str(segment).startswith(_TAG) and segment != "[key]")
+    path = field_path(location)
+    match error["type"]:
+        case "extra_forbidden":
+            return InvalidRequest(f"There is no field '{path}'", param=path)
+        case "missing":
+            return InvalidRequest(f"{path} is missing", param=path)
+        case "model_type":
+            return InvalidRequest(f"{path}: input should be an object", param=path)
+    message = error["msg"]
+    return InvalidRequest(f"{path}: {message[:1].lower()}{message[1:]}", param=path)
