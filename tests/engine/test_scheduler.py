@@ -1,0 +1,537 @@
+"""The scheduler: who is computed in the next step, and that nothing is lost on the way.
+
+Steps are computed by CacheModel, which keeps tokens where a real runner keeps keys and values: a token written to a
+wrong block, or over somebody else's, changes what comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.request import Finish, Request, Sampling
+from engine.scheduler import Progress, Scheduler
+from engine.step import StepPlan
+
+EOS = 0
+VOCABULARY = 23
+
+
+def next_token(prefix: Sequence[int]) -> int:
+    """The token after a prefix: a function of all of it, about one in 23 ends the text."""
+    state = 7
+    for token_id in prefix:
+        state = (state * 31 + token_id + 1) % 100_003
+    return state % VOCABULARY
+
+
+class CacheModel:
+    """Computes plans from a cache of tokens by (block, offset), as a model does from keys and values."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.cache: dict[tuple[int, int], int] = {}
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        for chunk in plan.chunks:
+            for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
+                self.cache[self._place(chunk.block_ids, position)] = token_id
+        return [
+            next_token([self.cache[self._place(chunk.block_ids, p)] for p in range(chunk.start + len(chunk.token_ids))])
+            for chunk in plan.chunks
+            if chunk.sampling is not None
+        ]
+
+    def _place(self, block_ids: tuple[int, ...], position: int) -> tuple[int, int]:
+        return block_ids[position // self.block_size], position % self.block_size
+
+
+class Bench:
+    """A scheduler with a CacheModel; collects what comes out and checks the books after every step."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 4,
+        budget: int = 32,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        context_length: int = 64,
+    ) -> None:
+        self.scheduler = Scheduler(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            context_length=context_length,
+            eos_ids=frozenset({EOS}),
+            max_num_seqs=slots,
+            max_num_batched_tokens=budget,
+        )
+        self.context_length = min(context_length, num_blocks * block_size)
+        self.budget = budget
+        self.model = CacheModel(block_size)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, Progress] = {}
+
+    def add(
+        self,
+        request_id: str,
+        *,
+        prompt: int = 3,
+        max_tokens: int = 5,
+        rank: int = 0,
+        resumed_ids: tuple[int, ...] = (),
+        ignore_eos: bool = True,
+    ) -> Request:
+        """A request whose prompt has `prompt` tokens; by default it ends by its length alone."""
+        request = Request(
+            id=request_id,
+            prompt_ids=tuple((len(request_id) * 5 + i) % VOCABULARY for i in range(prompt)),
+            sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos),
+            resumed_ids=resumed_ids,
+            rank=rank,
+        )
+        self.tokens[request_id] = []
+        if end := self.scheduler.add(request):
+            self._note(end)
+        return request
+
+    def step(self) -> list[tuple[str, int]]:
+        """One step; the ids it computed, with how many tokens of each, in order."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= self.budget
+        self.scheduler.check()
+        for progress in self.scheduler.commit(plan, self.model.execute(plan)):
+            self._note(progress)
+        self.scheduler.check()
+        return [(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks]
+
+    def run(self) -> None:
+        """Steps until nothing is live; a livelock fails."""
+        for _ in range(5000):
+            if not self.step():
+                break
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+
+    def _note(self, progress: Progress) -> None:
+        assert progress.request_id not in self.ends, "something came after the end"
+        self.tokens[progress.request_id] += progress.token_ids
+        if progress.finish:
+            self.ends[progress.request_id] = progress
+
+    def finish_of(self, request_id: str) -> Finish | None:
+        return self.ends[request_id].finish
+
+
+def alone(request: Request, context_length: int) -> tuple[list[int], Finish]:
+    """What a request generates with the machine to itself, resumed tokens not counted."""
+    tokens = [*request.prompt_ids, *request.resumed_ids]
+    generated = list(request.resumed_ids)
+    while True:
+        if generated and generated[-1] == EOS and not request.sampling.ignore_eos:
+            return generated[len(request.resumed_ids) :], Finish.STOP
+        if len(generated) >= request.sampling.max_tokens or len(tokens) >= context_length:
+            return generated[len(request.resumed_ids) :], Finish.LENGTH
+        generated.append(next_token(tokens))
+        tokens.append(generated[-1])
+
+
+def test_a_waiting_request_joins_in_the_step_after_a_slot_is_free() -> None:
+    bench = Bench(slots=2)
+    for name, max_tokens in (("short", 2), ("long", 4), ("next", 2)):
+        bench.add(name, max_tokens=max_tokens)
+    assert bench.step() == [("short", 3), ("long", 3)]
+    assert bench.step() == [("short", 1), ("long", 1)]
+    assert bench.step() == [("long", 1), ("next", 3)]
+    assert bench.step() == [("long", 1), ("next", 1)]
+    assert bench.step() == []
+    assert set(bench.ends) == {"short", "long", "next"}
+
+
+def test_decodes_come_first_and_several_prefills_share_the_rest() -> None:
+    bench = Bench(slots=4, budget=10)
+    bench.add("a", prompt=2, max_tokens=9)
+    bench.step()
+    bench.add("b", prompt=5, max_tokens=9)
+    bench.add("c", prompt=20, max_tokens=9)
+    bench.add("d", prompt=2, max_tokens=9)
+    assert bench.step() == [("a", 1), ("b", 5), ("c", 4)]  # 10 tokens
+    assert bench.step() == [("a", 1), ("b", 1), ("c", 8)]
+    assert bench.step() == [("a", 1), ("b", 1), ("c", 8)]  # c's prompt is done: 4 + 8 + 8
+    assert bench.step() == [("a", 1), ("b", 1), ("c", 1), ("d", 2)]
+
+
+def test_only_the_last_piece_of_a_prefill_samples() -> None:
+    bench = Bench(budget=4)
+    bench.add("a", prompt=9)
+    plans = []
+    for _ in range(3):
+        plan = bench.scheduler.plan()
+        assert plan is not None
+        plans.append(plan)
+        bench.scheduler.commit(plan, bench.model.execute(plan))
+    pieces = [
+        (chunk.start, len(chunk.token_ids), chunk.sampling is not None) for plan in plans for chunk in plan.chunks
+    ]
+    assert pieces == [(0, 4, False), (4, 4, False), (8, 1, True)]
+    assert [plan.number for plan in plans] == [1, 2, 3]
+
+
+def test_lower_ranks_go_first_and_within_a_rank_who_came_first() -> None:
+    bench = Bench(slots=1)
+    for name, rank in (("bulk", 2), ("free1", 1), ("paid", 0), ("free2", 1)):
+        bench.add(name, rank=rank, max_tokens=1)
+    assert [bench.step()[0][0] for _ in range(4)] == ["paid", "free1", "free2", "bulk"]
+
+
+def test_a_lower_rank_takes_a_slot_in_the_next_step_when_all_are_taken() -> None:
+    bench = Bench(slots=2, budget=8)
+    bench.add("bulk1", rank=2, max_tokens=50)
+    bench.add("bulk2", rank=2, max_tokens=50)
+    bench.step()
+    bench.add("paid", rank=0, prompt=4, max_tokens=2)
+    assert bench.step() == [("bulk1", 1), ("paid", 4)]
+    assert bench.scheduler.stats().preemptions == 1
+    assert bench.step() == [("bulk1", 1), ("paid", 1)]
+    assert bench.step()[1][0] == "bulk2"  # back at once when the slot is free
+    bench.run()
+    assert bench.scheduler.stats().preemptions == 1
+
+
+def test_even_a_long_prefill_of_a_higher_rank_does_not_delay_it() -> None:
+    bench = Bench(slots=4, budget=8)
+    bench.add("bulk", rank=2, prompt=40)
+    bench.step()
+    bench.add("paid", rank=0, prompt=3)
+    assert bench.step() == [("paid", 3), ("bulk", 5)]
+
+
+def test_the_victim_is_of_the_highest_rank_then_the_cheapest_then_the_newest() -> None:
+    bench = Bench(slots=4, budget=64)
+    bench.add("free", rank=1, prompt=1, max_tokens=50)
+    bench.add("bulk long", rank=2, prompt=9, max_tokens=50)
+    bench.add("bulk old", rank=2, prompt=3, max_tokens=50)
+    bench.add("bulk new", rank=2, prompt=3, max_tokens=50)
+    bench.step()
+    for name, victim in (("p1", "bulk new"), ("p2", "bulk old"), ("p3", "bulk long"), ("p4", "free")):
+        before = {request_id for request_id, _ in bench.step()}
+        bench.add(name, rank=0, max_tokens=50)
+        assert before - {request_id for request_id, _ in bench.step()} == {victim}
+
+
+def test_equal_ranks_never_take_slots_from_each_other() -> None:
+    bench = Bench(slots=1)
+    bench.add("a", rank=1, max_tokens=9)
+    bench.step()
+    bench.add("b", rank=1, max_tokens=9)
+    bench.add("c", rank=2, max_tokens=9)
+    bench.run()
+    assert list(bench.ends) == ["a", "b", "c"]
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_a_preempted_request_keeps_its_place_before_those_that_never_started() -> None:
+    bench = Bench(slots=1)
+    bench.add("first", rank=2, max_tokens=9)
+    bench.step()
+    bench.add("second", rank=2, max_tokens=9)
+    bench.add("paid", rank=0, max_tokens=1)
+    assert bench.step() == [("paid", 3)]
+    assert bench.step() == [("first", 4)]
+
+
+def test_nobody_is_preempted_for_a_request_that_would_still_not_fit() -> None:
+    bench = Bench(slots=4, num_blocks=8, block_size=4)
+    bench.add("paid1", rank=0, prompt=20, max_tokens=3)
+    bench.add("bulk", rank=1, prompt=3, max_tokens=3)
+    bench.step()
+    bench.add("paid2", rank=0, prompt=20, max_tokens=3)
+    assert [request_id for request_id, _ in bench.step()] == ["paid1", "bulk"]
+    bench.run()
+    assert list(bench.ends) == ["paid1", "bulk", "paid2"]
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_a_slot_is_not_taken_before_the_budget_can_use_it() -> None:
+    bench = Bench(slots=4, budget=8)
+    for index in range(4):
+        bench.add(f"bulk{index}", rank=2, prompt=2, max_tokens=50)
+    bench.step()
+    for index in range(3):
+        bench.add(f"paid{index}", rank=0, prompt=9, max_tokens=50)
+    assert bench.step() == [("bulk0", 1), ("bulk1", 1), ("bulk2", 1), ("paid0", 5)]
+    assert bench.scheduler.stats().preemptions == 1
+
+
+def test_out_of_blocks_the_newest_of_the_highest_rank_yields() -> None:
+    bench = Bench(slots=3, num_blocks=8, block_size=4)
+    bench.add("paid", rank=0, prompt=4, max_tokens=20)
+    bench.add("bulk1", rank=2, prompt=4, max_tokens=20)
+    bench.add("bulk2", rank=2, prompt=3, max_tokens=20)
+    computed = [bench.step()]
+    while not bench.scheduler.stats().preemptions:
+        computed.append(bench.step())
+    assert {request_id for request_id, _ in computed[-2]} - {request_id for request_id, _ in computed[-1]} == {"bulk2"}
+    bench.run()
+    assert all(len(tokens) == 20 for tokens in bench.tokens.values())
+
+
+def test_with_room_for_one_everybody_gets_through() -> None:
+    bench = Bench(slots=4, num_blocks=4, block_size=4, context_length=16)
+    for index in range(4):
+        bench.add(f"r{index}", prompt=2, max_tokens=14)
+    bench.run()
+    assert [len(bench.tokens[f"r{index}"]) for index in range(4)] == [14] * 4
+
+
+def test_a_request_that_fills_context_or_pool_ends_by_length() -> None:
+    for bench in (Bench(context_length=12), Bench(num_blocks=3, block_size=4)):
+        bench.add("a", prompt=4, max_tokens=50)
+        bench.run()
+        assert len(bench.tokens["a"]) == 12 - 4
+        assert bench.finish_of("a") is Finish.LENGTH
+
+
+@pytest.mark.parametrize("limits", [{"context_length": 12}, {"num_blocks": 3, "block_size": 4}])
+def test_a_prompt_without_room_for_an_answer_is_an_error_with_a_sentence(limits: dict[str, int]) -> None:
+    bench = Bench(**limits)
+    bench.add("a", prompt=12)
+    assert bench.finish_of("a") is Finish.ERROR
+    assert bench.ends["a"].error == "The prompt has 12 tokens; a context of 12 has no room to answer it."
+    bench.add("b", prompt=0)
+    assert bench.ends["b"].error == "The prompt has no tokens."
+    assert bench.step() == []
+
+
+def test_the_end_of_sequence_token_stops_and_is_part_of_the_output() -> None:
+    bench = Bench(context_length=1000, num_blocks=1000)
+    request = bench.add("a", max_tokens=500, ignore_eos=False)
+    bench.run()
+    assert bench.tokens["a"], bench.finish_of("a") == alone(request, 1000)
+    assert bench.tokens["a"][-1] == EOS
+    assert bench.finish_of("a") is Finish.STOP
+
+
+def test_resumed_tokens_are_prefilled_and_count_toward_the_limit() -> None:
+    whole = Bench()
+    whole.add("a", max_tokens=8)
+    whole.run()
+    resumed = Bench()
+    resumed.add("a", max_tokens=8, resumed_ids=tuple(whole.tokens["a"][:5]))
+    assert resumed.step() == [("a", 3 + 5)]
+    resumed.run()
+    assert resumed.tokens["a"] == whole.tokens["a"][5:]
+    stats = resumed.scheduler.stats()
+    assert (stats.prompt_tokens, stats.recomputed_tokens, stats.generated_tokens) == (0, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "context_length", "resumed_ids", "ignore_eos", "finish"),
+    [
+        (3, 64, (5, 6, 7), False, Finish.LENGTH),  # all tokens were generated
+        (9, 64, (5, EOS), False, Finish.STOP),  # the text had ended
+        (2, 64, (5, EOS), False, Finish.STOP),  # both: as it would have ended
+        (2, 64, (5, EOS), True, Finish.LENGTH),
+        (9, 5, (5, 6), False, Finish.LENGTH),  # 3 + 2 fill the context
+    ],
+)
+def test_a_request_that_earlier_attempts_completed_ends_at_once(
+    max_tokens: int, context_length: int, resumed_ids: tuple[int, ...], ignore_eos: bool, finish: Finish
+) -> None:
+    bench = Bench(context_length=context_length)
+    bench.add("a", max_tokens=max_tokens, resumed_ids=resumed_ids, ignore_eos=ignore_eos)
+    assert bench.finish_of("a") is finish
+    assert bench.tokens["a"] == []
+    assert bench.step() == []
+
+
+def test_abort_frees_everything_in_every_state_and_may_be_repeated() -> None:
+    bench = Bench(slots=3, budget=8)
+    for name, rank, prompt in (("preempted", 2, 2), ("decoding", 0, 2), ("also decoding", 0, 2)):
+        bench.add(name, rank=rank, prompt=prompt, max_tokens=50)
+    bench.step()
+    bench.add("prefilling", rank=1, prompt=30, max_tokens=50)
+    bench.step()
+    bench.add("waiting", rank=3, max_tokens=50)
+    stats = bench.scheduler.stats()
+    assert (stats.preemptions, stats.running, stats.waiting) == (1, 3, 2)
+    for name in ("preempted", "decoding", "prefilling", "waiting", "also decoding"):
+        assert bench.scheduler.abort(name)
+        assert not bench.scheduler.abort(name)
+        bench.scheduler.check()
+    assert not bench.scheduler.abort("never seen")
+    bench.run()
+    assert bench.ends == {}
+
+
+def test_a_request_aborted_while_its_step_is_computed_gets_nothing_from_it() -> None:
+    bench = Bench()
+    bench.add("a")
+    bench.add("b")
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    sampled = bench.model.execute(plan)
+    bench.scheduler.abort("a")
+    bench.add("a", prompt=5)  # another request by the same name has no part in that step
+    assert [progress.request_id for progress in bench.scheduler.commit(plan, sampled)] == ["b"]
+    bench.scheduler.check()
+    assert bench.step() == [("b", 1), ("a", 5)]
+
+
+def test_an_id_that_is_live_is_refused() -> None:
+    bench = Bench()
+    bench.add("a")
+    with pytest.raises(ValueError, match="request a is already in the engine"):
+        bench.add("a")
+
+
+def test_a_step_with_a_wrong_number_of_tokens_is_refused() -> None:
+    bench = Bench()
+    bench.add("a")
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    with pytest.raises(ValueError, match="step 1 returned 2 tokens"):
+        bench.scheduler.commit(plan, [1, 2])
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(0, 8), (8, 7)])
+def test_limits_that_cannot_work_are_refused_by_name(slots: int, budget: int) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        Bench(slots=slots, budget=budget)
+
+
+def test_block_tables_are_consecutive_where_there_is_room() -> None:
+    bench = Bench(slots=4, num_blocks=64, block_size=4)
+    for index in range(12):
+        bench.add(f"r{index}", prompt=2 + index % 5, max_tokens=40)
+    while plan := bench.scheduler.plan():
+        for chunk in plan.chunks:
+            assert chunk.block_ids == tuple(range(chunk.block_ids[0], chunk.block_ids[0] + len(chunk.block_ids)))
+        bench.scheduler.commit(plan, bench.model.execute(plan))
+
+
+def test_counters_tell_first_computations_from_repeated_ones() -> None:
+    bench = Bench(slots=1, budget=4)
+    bench.add("bulk", rank=2, prompt=6, max_tokens=3)
+    bench.step()  # 4 of its 6 prompt tokens
+    bench.add("paid", rank=0, prompt=2, max_tokens=1)
+    bench.step()
+    bench.run()
+    assert dataclasses.asdict(bench.scheduler.stats()) == {
+        "steps": 6,  # 4 of bulk's prompt | paid | bulk's first 4 again | 2 more, a token | two decodes
+        "running": 0,
+        "waiting": 0,
+        "slots": 1,
+        "blocks_used": 0,
+        "blocks_total": 64,
+        "prompt_tokens": 8,
+        "generated_tokens": 4,
+        "recomputed_tokens": 4,
+        "preemptions": 1,
+        "slot_steps": 6,
+        "running_by_rank": (0, 0, 0),
+        "waiting_by_rank": (0, 0, 0),
+    }
+
+
+def test_stats_count_sequences_by_rank() -> None:
+    bench = Bench(slots=2)
+    for name, rank in (("a", 1), ("b", 1), ("c", 1), ("d", 3)):
+        bench.add(name, rank=rank)
+    bench.step()
+    stats = bench.scheduler.stats()
+    assert stats.running_by_rank == (0, 2, 0, 0)
+    assert stats.waiting_by_rank == (0, 1, 0, 1)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, ranks, resumptions and aborts over tiny pools."""
+
+    @initialize(
+        slots=st.integers(1, 4),
+        spare_budget=st.integers(0, 12),
+        num_blocks=st.integers(1, 12),
+        block_size=st.integers(1, 4),
+        context_length=st.integers(2, 24),
+    )
+    def make_bench(self, slots: int, spare_budget: int, num_blocks: int, block_size: int, context_length: int) -> None:
+        self.bench = Bench(
+            slots=slots,
+            budget=slots + spare_budget,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            context_length=context_length,
+        )
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+
+    @rule(
+        prompt=st.integers(1, 14),
+        max_tokens=st.integers(1, 16),
+        rank=st.integers(0, 2),
+        num_resumed=st.integers(0, 4),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prompt: int, max_tokens: int, rank: int, num_resumed: int, ignore_eos: bool) -> None:
+        request_id = "r" * (len(self.requests) + 1)
+        fresh = Request(
+            request_id,
+            tuple((len(request_id) * 5 + i) % VOCABULARY for i in range(prompt)),
+            Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos),
+        )
+        resumed_ids = tuple(alone(fresh, self.bench.context_length)[0][:num_resumed])
+        self.requests[request_id] = self.bench.add(
+            request_id,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            rank=rank,
+            resumed_ids=resumed_ids,
+            ignore_eos=ignore_eos,
+        )
+
+    @rule()
+    def step(self) -> None:
+        before = self.bench.scheduler.stats()
+        assert bool(self.bench.step()) == bool(before.running or before.waiting), "a step computes something"
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        is_live = request_id not in self.bench.ends and request_id not in self.aborted
+        assert self.bench.scheduler.abort(request_id) == is_live
+        if is_live:
+            self.aborted.add(request_id)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.bench.run()
+        assert self.requests.keys() == self.bench.ends.keys() | self.aborted
+        assert not self.bench.ends.keys() & self.aborted
+        for request_id, request in self.requests.items():
+            tokens = self.bench.tokens[request_id]
+            if len(request.prompt_ids) >= self.bench.context_length:
+                assert self.bench.finish_of(request_id) is Finish.ERROR
+                continue
+            expected, finish = alone(request, self.bench.context_length)
+            if request_id in self.aborted:
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert (tokens, self.bench.finish_of(request_id)) == (expected, finish)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
