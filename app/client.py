@@ -273,6 +273,27 @@ class Client:
     def batch(self, batch_id: str) -> Batch:
         return cast(Batch, self._call("GET", f"/v1/batches/{batch_id}"))
 
+    def batch_progress(self, batch_id: str, *, every_s: float = 0.5) -> Iterator[Batch]:
+        """The batch again and again, the last time when it has ended.
+
+        Raises Unreachable when ten looks in a row got no answer.
+        """
+        failures = 0
+        while True:
+            try:
+                batch = self.batch(batch_id)
+            except (Unreachable, Refused) as error:
+                failures += 1
+                if failures == _TRIES or (isinstance(error, Refused) and error.status not in _RETRYABLE):
+                    raise
+                time.sleep(self._pause_s(failures, error))
+                continue
+            failures = 0
+            yield batch
+            if batch["status"] in ENDED_BATCH:
+                return
+            time.sleep(every_s)
+
     def cancel_batch(self, batch_id: str) -> Batch:
         return cast(Batch, self._call("POST", f"/v1/batches/{batch_id}/cancel"))
 

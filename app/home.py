@@ -82,6 +82,17 @@ class HomeLock:
         file.flush()
         self._file = file
 
+    def is_held(self) -> bool:
+        """Whether another process has it now; a home that is not there has no lock."""
+        try:
+            with self._home.lock.open("a+") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def release(self) -> None:
         if self._file is not None:
             self._file.close()

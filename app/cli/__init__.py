@@ -7,8 +7,13 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
+from app.cli.batch import batch
+from app.cli.cancel import cancel
 from app.cli.doctor import doctor
+from app.cli.keys import keys
+from app.cli.submit import submit
 from app.cli.up import up
+from app.cli.watch import watch
 from app.errors import SetupError
 
 
@@ -36,5 +41,5 @@ def main() -> None:
     """Self-hosted LLM generation: jobs in over REST, tokens out live."""
 
 
-for _command in (up, doctor):
+for _command in (up, doctor, submit, watch, cancel, batch, keys):
     main.add_command(_command)

@@ -71,7 +71,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield from _home(home)
     yield _model(settings)
     yield _keys(home)
-    if _is_in_use(home):
+    if HomeLock(home).is_held():
         yield _service(home)
     else:
         yield _port(settings)
@@ -173,16 +173,6 @@ def _keys(home: Home) -> Finding:
         return Finding("keys", str(error), f"remove {home.keys}; the next `everbatch up` makes new ones")
     mode = home.keys.stat().st_mode & 0o777
     return Finding("keys", str(home.keys), f"chmod 600 {home.keys}" if mode & 0o077 else None)
-
-
-def _is_in_use(home: Home) -> bool:
-    lock = HomeLock(home)
-    try:
-        lock.acquire()
-    except (SetupError, OSError):
-        return True
-    lock.release()
-    return False
 
 
 def _service(home: Home) -> Finding:

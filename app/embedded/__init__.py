@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from app.children import free_port, is_free, wait_until
-from app.embedded.postgres import Postgres
+from app.embedded.postgres import Postgres, running_url
 from app.embedded.valkey import Valkey
 from app.errors import SetupError
 from app.home import Home, HomeLock
@@ -113,6 +113,23 @@ class Servers:
             server.start()
         for server in self._embedded():
             _wait_until_it_answers(server)
+
+
+def running_database_url(settings: Settings) -> str:
+    """The operator's own database, else that of the service which another process runs on the home.
+
+    Raises SetupError when there is neither.
+    """
+    if settings.database_url is not None:
+        return settings.database_url
+    home = Home(settings.home)
+    url = running_url(home) if HomeLock(home).is_held() else None
+    if url is None:
+        raise SetupError(
+            f"No service runs on the home {home.path}: start `everbatch up`, name its home, "
+            "or set EVERBATCH_DATABASE_URL"
+        )
+    return url
 
 
 def _wait_until_it_answers(server: Server) -> None:

@@ -56,7 +56,7 @@ class Postgres:
 
     @property
     def url(self) -> str:
-        return f"postgresql+psycopg://{_USER}:{self._password}@127.0.0.1:{self.port}/{_DATABASE}"
+        return _url(self._password, self.port)
 
     def start(self) -> None:
         """Start the server without waiting until it answers; the first start makes the cluster."""
@@ -193,6 +193,19 @@ class Postgres:
         """
         wait_until_empty(self._data)
         (self._data / "postmaster.pid").unlink(missing_ok=True)
+
+
+def running_url(home: Home) -> str | None:
+    """The URL of the server that another process runs on this home; None while it has not come so far."""
+    try:
+        lines = (home.path / Postgres.name / "data/postmaster.pid").read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    return _url(home.secret("postgres_password"), int(lines[3])) if len(lines) > 3 else None
+
+
+def _url(password: str, port: int) -> str:
+    return f"postgresql+psycopg://{_USER}:{password}@127.0.0.1:{port}/{_DATABASE}"
 
 
 def _unprivileged_account() -> Account:

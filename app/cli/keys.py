@@ -1,0 +1,106 @@
+"""`everbatch keys`: the operator's hand on the database, where tenants and their keys live."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from app import embedded, tenants
+from app.cli.connection import home_option, json_option
+from app.db import Database
+from app.errors import Refusal
+from app.settings import Settings
+from app.tiers import Plan
+from app.vault import Vault
+
+
+@click.group()
+def keys() -> None:
+    """API keys, on the database of EVERBATCH_DATABASE_URL or of the service that runs on the home."""
+
+
+@keys.command(name="list")
+@home_option
+@json_option
+def list_keys(home: Path | None, as_json: bool) -> None:
+    """Show all keys by their prefixes, oldest first. --json prints each as one line."""
+    with _transaction(_settings(home)) as session:
+        found = tenants.keys(session)
+    for key, tenant in found:
+        if as_json:
+            row = {
+                "prefix": key.prefix,
+                "tenant": tenant.name,
+                "plan": tenant.plan,
+                "created_at": key.created_at.isoformat(),
+                "revoked_at": key.revoked_at and key.revoked_at.isoformat(),
+            }
+            click.echo(json.dumps(row))
+        else:
+            state = f"revoked {key.revoked_at:%Y-%m-%d %H:%M}" if key.revoked_at else ""
+            click.echo(
+                f"{key.prefix}  {key.created_at:%Y-%m-%d %H:%M}  {tenant.plan:4}  {tenant.name}  {state}".rstrip()
+            )
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--plan", type=click.Choice([plan.value for plan in Plan]), required=True, help="What NAME has bought.")
+@home_option
+@json_option
+def create(name: str, plan: str, home: Path | None, as_json: bool) -> None:
+    """Make a key for the tenant NAME, who is made too where there is none. It is shown this once."""
+    settings = _settings(home)
+    with _transaction(settings) as session:
+        _refuse_other_plan(session, name, plan)
+        made = tenants.provision(session, Vault.open(settings), name=name, plan=Plan(plan))
+    if as_json:
+        click.echo(json.dumps({"tenant": name, "plan": plan, "key": made.key, "webhook_secret": made.webhook_secret}))
+    else:
+        click.echo(f"key             {made.key}\nwebhook secret  {made.webhook_secret}")
+
+
+@keys.command()
+@click.argument("prefix")
+@home_option
+@json_option
+def revoke(prefix: str, home: Path | None, as_json: bool) -> None:
+    """End the key with this PREFIX at once; its jobs are kept."""
+    with _transaction(_settings(home)) as session:
+        tenants.revoke(session, prefix)
+    click.echo(json.dumps({"prefix": prefix, "revoked": True}) if as_json else f"{prefix} revoked")
+
+
+def _settings(home: Path | None) -> Settings:
+    asked: dict[str, Any] = {} if home is None else {"home": home}
+    return Settings(**asked)
+
+
+@contextmanager
+def _transaction(settings: Settings) -> Iterator[Session]:
+    """One transaction on the service's database; what goes wrong there ends the command with one line."""
+    database = Database(embedded.running_database_url(settings))
+    try:
+        with database.transaction() as session:
+            yield session
+    except Refusal as error:
+        raise click.ClickException(error.message) from None
+    except SQLAlchemyError as error:
+        said = str(error.orig if isinstance(error, DBAPIError) else error).strip().splitlines()[0]
+        raise click.ClickException(f"The database does not do this: {said}") from None
+    finally:
+        database.close()
+
+
+def _refuse_other_plan(session: Session, name: str, plan: str) -> None:
+    """A tenant has one plan: a key of another would silently run under the first."""
+    bought = {tenant.plan for _, tenant in tenants.keys(session) if tenant.name == name}
+    if bought - {plan}:
+        raise click.UsageError(f"The tenant '{name}' has the plan {', '.join(bought)}")
