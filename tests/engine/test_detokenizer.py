@@ -57,6 +57,12 @@ def pieces_of(detokenizer: Detokenizer, *cuts: list[int]) -> list[str]:
     return [*(stream.push(token_ids) for token_ids in cuts), stream.flush()]
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id: int | None = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_cut_joins_to_the_text(byte_level: Tokenizer, text: str) -> None:
     detokenizer = Detokenizer(byte_level)
@@ -124,14 +130,14 @@ def test_special_and_odd_ids_have_no_text_and_never_raise(tokenizer: Tokenizer) 
 
 
 def test_special_tokens_do_not_cost_the_next_word_its_space(byte_fallback: Tokenizer) -> None:
-    the, cat, bos = (byte_fallback.token_to_id(token) for token in ("▁the", "▁cat", "<s>"))
+    the, cat, bos = (id_of(byte_fallback, token) for token in ("▁the", "▁cat", "<s>"))
     stream = Detokenizer(byte_fallback).stream()
     assert [stream.push([token_id]) for token_id in (bos, the, bos, cat)] == ["", "the", "", " cat"]
 
 
 def test_a_run_of_byte_tokens_is_shown_when_it_ends(byte_fallback: Tokenizer) -> None:
-    cat = byte_fallback.token_to_id("▁cat")
-    smile = [byte_fallback.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode()]
+    cat = id_of(byte_fallback, "▁cat")
+    smile = [id_of(byte_fallback, f"<0x{byte:02X}>") for byte in "🙂".encode()]
     stream = Detokenizer(byte_fallback).stream()
     assert [stream.push([token_id]) for token_id in [*smile, cat]] == ["", "", "", "", "🙂 cat"]
 
@@ -139,7 +145,7 @@ def test_a_run_of_byte_tokens_is_shown_when_it_ends(byte_fallback: Tokenizer) ->
 def test_added_tokens_that_are_not_special_are_text(byte_level: Tokenizer) -> None:
     tokenizer = Tokenizer.from_str(byte_level.to_str())
     tokenizer.add_tokens([AddedToken("<a tool>", special=False), AddedToken("<think>", special=False)])
-    token_ids = [ord("x"), tokenizer.token_to_id("<a tool>"), tokenizer.token_to_id("<think>"), ord("y")]
+    token_ids = [ord("x"), id_of(tokenizer, "<a tool>"), id_of(tokenizer, "<think>"), ord("y")]
     joined = "".join(pieces_of(Detokenizer(tokenizer), token_ids))
     assert joined == "x<a tool><think>y" == tokenizer.decode(token_ids, skip_special_tokens=True)
 

@@ -314,7 +314,7 @@ def test_the_end_of_sequence_token_stops_and_is_part_of_the_output() -> None:
     bench = Bench(context_length=1000, num_blocks=1000)
     request = bench.add("a", max_tokens=500, ignore_eos=False)
     bench.run()
-    assert bench.tokens["a"], bench.finish_of("a") == alone(request, 1000)
+    assert (bench.tokens["a"], bench.finish_of("a")) == alone(request, 1000)
     assert bench.tokens["a"][-1] == EOS
     assert bench.finish_of("a") is Finish.STOP
 
