@@ -1,0 +1,172 @@
+"""Paged attention of one batch: where each token's key and value are kept, and what each query may see.
+
+A batch holds decode rows first (one token each), then prefill pieces. Decode rows attend together, each piece alone.
+Letters in shapes: T tokens, N decode rows, B blocks, S block_size, Q query heads, K KV heads, G = Q / K, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.models.spec import ModelSpec
+from engine.step import Chunk
+
+Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Query [N, Q, D], a layer's keys and values [blocks, K, S, D] → [N, Q, D]; made for one batch, called once a layer."""
+
+
+class KVCache:
+    """Keys and values of every layer, in blocks: [num_blocks, K, S, D] each."""
+
+    def __init__(
+        self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        shape = (spec.layers, 2, num_blocks, spec.kv_heads, block_size, spec.head_dim)
+        # Zeros, not empty: the tail of a block is masked, but 0 × NaN would still be NaN.
+        layers = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = [layer[0] for layer in layers]
+        self.values = [layer[1] for layer in layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One prefill piece of a batch."""
+
+    rows: slice
+    """Its rows among the batch's tokens."""
+    history: torch.Tensor | None
+    """The blocks that hold its sequence up to its last token, [B] int64; None if the piece begins the sequence."""
+    mask: torch.Tensor | None
+    """What is added to its scores, [rows, positions]: 0 or -inf; None with history None, which is plainly causal."""
+
+
+class PagedAttention:
+    """The attention of one batch of chunks over the cache; a models.fused.Attention."""
+
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], decode_of: Callable[..., Decode]) -> None:
+        """decode_of(chunks, block_size=, dtype=, device=) makes the decode for the leading one-token chunks."""
+        keys = cache.keys[0]
+        size, dtype, device = cache.block_size, keys.dtype, keys.device
+        self._cache = cache
+        self._decodes = count_decodes(chunks)
+        self._decode = None
+        if self._decodes:
+            self._decode = decode_of(chunks[: self._decodes], block_size=size, dtype=dtype, device=device)
+        self._pieces = _pieces(chunks, self._decodes, size, dtype=dtype, device=device)
+        blocks, offsets = _places(chunks, size)
+        self._blocks, self._offsets = blocks.to(device), offsets.to(device)
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._blocks, :, self._offsets] = key
+        values[self._blocks, :, self._offsets] = value
+        parts = [self._decode(query[: self._decodes], keys, values)] if self._decode else []
+        parts += [_attend_piece(piece, query, key, value, keys, values) for piece in self._pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def count_decodes(chunks: Sequence[Chunk]) -> int:
+    """How many leading chunks have one token: a prefill piece of one token there is no different from a decode."""
+    return next((index for index, chunk in enumerate(chunks) if len(chunk.token_ids) > 1), len(chunks))
+
+
+def _places(chunks: Sequence[Chunk], block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block and offset in it, [T] each, of every token of the batch."""
+    blocks, offsets = [], []
+    for chunk in chunks:
+        positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
+        blocks.append(np.asarray(chunk.block_ids)[positions // block_size])
+        offsets.append(positions % block_size)
+    return torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(np.concatenate(offsets))
+
+
+def _pieces(
+    chunks: Sequence[Chunk], first: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+) -> list[Piece]:
+    pieces, row = [], first
+    for chunk in chunks[first:]:
+        count, end = len(chunk.token_ids), chunk.start + len(chunk.token_ids)
+        history = mask = None
+        if chunk.start:
+            history = torch.tensor(chunk.block_ids[: -(-end // block_size)], device=device)
+            visible = torch.arange(end) <= torch.arange(chunk.start, end)[:, None]
+            mask = torch.zeros(count, end, dtype=dtype).masked_fill_(~visible, -torch.inf).to(device)
+        pieces.append(Piece(slice(row, row + count), history, mask))
+        row += count
+    return pieces
+
+
+def _attend_piece(
+    piece: Piece,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """[rows, Q, D] of one piece: over its own keys if it begins its sequence, over the sequence's blocks otherwise."""
+    q = query[piece.rows].transpose(0, 1).unsqueeze(0)
+    if piece.history is None or piece.mask is None:
+        k, v = key[piece.rows].transpose(0, 1).unsqueeze(0), value[piece.rows].transpose(0, 1).unsqueeze(0)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        end = piece.mask.shape[1]
+        k, v = _gather(keys, piece.history, end), _gather(values, piece.history, end)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _gather(cache: torch.Tensor, block_ids: torch.Tensor, end: int) -> torch.Tensor:
+    """The first `end` positions of a sequence, [1, K, end, D], copied out of its blocks."""
+    blocks = cache.index_select(0, block_ids).transpose(0, 1)  # [K, B, S, D]
+    return blocks.flatten(1, 2)[:, :end].unsqueeze(0)
+
+
+class BlockDecode:
+    """Decode attention in plain torch: every block of every sequence is one small matrix product.
+
+    Scores of all blocks come from one batched product, so that a batch of sequences of any lengths costs a dozen
+    operations a layer and no padding beyond a sequence's last block. The softmax runs over a sequence's blocks:
+
+        m = max over its blocks, p = exp(score - m), out = Σ p·v / Σ p       (sums by index_add over the owners)
+
+    Against one scaled_dot_product_attention per sequence (2 lanes of 24 sequences of 265 tokens, 30 layers, 2 cores of
+    a Xeon with AMX): 54 ms instead of 118 ms with scattered blocks, or of 63 ms with each sequence's blocks in a row.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], *, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        lengths = np.array([chunk.start + 1 for chunk in chunks])
+        counts = -(-lengths // block_size)  # blocks of each sequence
+        tables = [chunk.block_ids[:count] for chunk, count in zip(chunks, counts, strict=True)]
+        self._rows = len(chunks)
+        self._blocks = torch.from_numpy(np.concatenate(tables))  # [B]
+        self._owners = torch.from_numpy(np.repeat(np.arange(len(chunks)), counts))  # [B]
+        # Positions of a block that lie past its sequence's end: only in last blocks.
+        ends = np.full(len(self._owners), block_size)
+        ends[np.cumsum(counts) - 1] = lengths - (counts - 1) * block_size
+        hidden = torch.arange(block_size) >= torch.from_numpy(ends)[:, None]
+        self._bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+
+    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        rows, heads, dim = query.shape
+        blocks, (_, kv_heads, size, _) = len(self._blocks), keys.shape
+        group = heads // kv_heads
+        asked = query.reshape(rows, -1).index_select(0, self._owners).view(blocks * kv_heads, group, dim)
+        key = keys.index_select(0, self._blocks).view(blocks * kv_heads, size, dim)
+        bias = self._bias.expand(blocks, kv_heads, 1, size).reshape(blocks * kv_heads, 1, size)
+        scores = torch.baddbmm(bias, asked, key.transpose(1, 2), alpha=dim**-0.5).float()
+        scores = scores.view(blocks, heads, size)
+        highest = scores.new_full((rows, heads), -torch.inf)
+        highest.scatter_reduce_(0, self._owners[:, None].expand(-1, heads), scores.amax(dim=-1), "amax")
+        weights = scores.sub_(highest.index_select(0, self._owners).unsqueeze(-1)).exp_()  # [B, Q, S]
+        total = scores.new_zeros(rows, heads).index_add_(0, self._owners, weights.sum(dim=-1))
+        value = values.index_select(0, self._blocks).view(blocks * kv_heads, size, dim)
+        parts = torch.bmm(weights.to(query.dtype).view(blocks * kv_heads, group, size), value)
+        out = scores.new_zeros(rows, heads * dim).index_add_(0, self._owners, parts.view(blocks, -1).float())
+        return out.view(rows, heads, dim).div_(total.unsqueeze(-1)).to(query.dtype)
