@@ -76,11 +76,14 @@ class Settings(BaseSettings):
     """How long new tokens may wait for their common write."""
     drain_s: float = Field(default=10.0, ge=0)
     """On SIGTERM, running jobs may finish for so long; the rest are handed back."""
+    watchdog_s: float = Field(default=60.0, gt=0)
+    """An engine with work that makes no step for so long is stuck: its worker ends, and the jobs resume elsewhere."""
     max_deaths: int = Field(default=3, ge=1)
     """Workers that may die under one job without progress before it fails as poison."""
     webhook_allow_private: bool = False
     """Webhooks may go to private addresses, over plain http, to any port."""
-    webhook_timeout_s: float = Field(default=15.0, gt=0)
+    webhook_timeout_s: float = Field(default=15.0, gt=0, le=30)
+    """What a receiver has from connect to answer, in seconds; shorter than the lease of an attempt."""
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
 
 

@@ -1,45 +1,367 @@
-"""Webhooks: what is delivered when a job ends."""
+"""Webhooks: what is delivered when work ends, to which addresses, how it is signed, and when it is tried again.
+
+    pending ──due()──▶ sending ──record()──▶ delivered | dead
+       ▲                 │  ▲
+       └──── retry ──────┘  └── due() again once the lease ran out: the message or the sender was lost
+
+A delivery is written in the transaction that ends the work. An attempt is numbered by start(): of several messages
+that name the same attempt, one starts it. So a delivery is posted at least once, and a lost message costs no attempt.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import ipaddress
 import json
-from datetime import datetime
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
 
+from sqlalchemy import ColumnElement, select, text, update
+from sqlalchemy.orm import Session
+from urllib3.exceptions import LocationParseError
+from urllib3.util import Url, parse_url
+
+from app import tables
+from app.errors import InvalidRequest
 from app.ids import new_id
-from app.tables import Delivery, Job
+from app.settings import Settings
+from app.tables import Batch, Delivery, Job, Tenant
+from app.vault import Vault
+
+RETRY_DELAYS_S = (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
+"""Seconds after the first, second, … failed attempt: 5 s, 5 min, 30 min, 2 h, 5 h, 10 h, 14 h, 20 h, 24 h."""
+MAX_ATTEMPTS = len(RETRY_DELAYS_S) + 1
+JITTER = 0.2
+"""Each delay is stretched by up to this share, so that retries of one outage do not come back as one crowd."""
+MAX_RETRY_AFTER_S = 86_400
+"""A receiver's Retry-After counts up to so many seconds."""
+
+QUEUE_LEASE_S = 20
+"""A delivery whose message was not taken up for so long is due again."""
+SEND_LEASE_S = 60
+"""A sender that reports nothing for so long is dead; longer than any attempt may take."""
+MAX_IN_FLIGHT_PER_TENANT = 8
+"""So that one tenant's hanging receiver does not hold every sender."""
+
+_MAX_URL_LENGTH = 2_048
+_PUBLIC_PORTS = (None, 443, 8443)
+_INTERNAL_NAMES = ("localhost", "local", "internal", "home.arpa")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+_NOT_FOR_RECEIVERS = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "192.88.99.0/24",  # 6to4 relays
+            "2001::/23",  # protocol assignments, Teredo among them, which wraps an IPv4 address
+            "2002::/16",  # 6to4: wraps an IPv4 address
+            "3fff::/20",  # documentation, unknown to older Pythons
+        ),
+    )
+)
+"""Networks that ipaddress takes for global, though no receiver lives there."""
+
+
+# ---- which addresses
+
+
+def check_url(url: str, settings: Settings) -> str:
+    """The URL, if webhooks may go there. Raises InvalidRequest, param webhook.url.
+
+    https, port 443 or 8443, a public host. Names are resolved and their addresses checked at each attempt, not here.
+    With settings.webhook_allow_private also http, any port and any host.
+    """
+    parsed = _parse(url)
+    if parsed.auth is not None:
+        raise _wrong("must not carry a user name or password")
+    if settings.webhook_allow_private:
+        if parsed.scheme not in ("http", "https"):
+            raise _wrong("must begin with https:// or http://")
+        return url
+    if parsed.scheme != "https":
+        raise _wrong("must begin with https://")
+    if parsed.port not in _PUBLIC_PORTS:
+        raise _wrong("must use port 443 or 8443")
+    if not _may_be_public(parsed.host or ""):
+        raise _wrong("must name a public host")
+    return url
+
+
+def _parse(url: str) -> Url:
+    """By the parser that the sender uses, so that both see the same host."""
+    if len(url) > _MAX_URL_LENGTH:
+        raise _wrong(f"must not be longer than {_MAX_URL_LENGTH} characters")
+    if not re.fullmatch(r"[!-\[\]-~]+", url):
+        raise _wrong("must be printable ASCII without spaces and backslashes")
+    try:
+        parsed = parse_url(url)
+    except LocationParseError as error:
+        raise _wrong("is not a URL") from error
+    if not parsed.host:
+        raise _wrong("must name a host")
+    return parsed
+
+
+def _wrong(what: str) -> InvalidRequest:
+    return InvalidRequest(f"webhook.url {what}", param="webhook.url")
+
+
+def _may_be_public(host: str) -> bool:
+    """False for an address or a name that is inside; a name that passes is judged by its address when it is used."""
+    if host.startswith("["):
+        return _is_public_literal(host.strip("[]"))
+    labels = host.rstrip(".").lower().split(".")
+    if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):
+        # Resolvers read 2130706433, 0x7f.1 and 0177.0.0.1 as IPv4 addresses; only the plain form is taken.
+        return _is_public_literal(host)
+    is_internal = any(".".join(labels).endswith(f".{name}") for name in _INTERNAL_NAMES)
+    return len(labels) > 1 and all(labels) and not is_internal
+
+
+def _is_public_literal(text: str) -> bool:
+    try:
+        return is_public(ipaddress.ip_address(text))
+    except ValueError:
+        return False
+
+
+def is_public(address: Address) -> bool:
+    """Whether a receiver on the public internet can have this address.
+
+    Stricter than ipaddress.is_global, which takes multicast, NAT64 and 6to4 forms of private addresses for global.
+    """
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        if address.scope_id is not None or address not in _GLOBAL_UNICAST:
+            return False
+    return (
+        address.is_global
+        and not address.is_multicast
+        and not address.is_reserved
+        and not any(address in network for network in _NOT_FOR_RECEIVERS)
+    )
+
+
+# ---- what is sent
 
 
 def delivery_of(job: Job, moment: datetime) -> Delivery:
     """The delivery of a job that just ended. Its id is the webhook-id of every attempt; its body is what is signed."""
     assert job.webhook_url is not None
+    data = {
+        "id": job.id,
+        "object": "job",
+        "status": job.status,
+        "finish_reason": job.finish_reason,
+        "usage": {
+            "prompt_tokens": job.prompt_tokens,
+            "completion_tokens": job.completion_tokens,
+            "total_tokens": job.prompt_tokens + job.completion_tokens,
+        },
+        "error": job.error,
+        "metadata": job.job_metadata,
+    }
+    return _delivery(job.tenant_id, job.id, job.webhook_url, moment, kind=f"job.{job.status}", data=data)
+
+
+def delivery_of_batch(batch: Batch, request_counts: Mapping[str, int], moment: datetime) -> Delivery:
+    """The delivery of a batch that just ended."""
+    assert batch.webhook_url is not None
+    data = {
+        "id": batch.id,
+        "object": "batch",
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "request_counts": dict(request_counts),
+        "metadata": batch.batch_metadata,
+    }
+    return _delivery(batch.tenant_id, batch.id, batch.webhook_url, moment, kind=f"batch.{batch.status}", data=data)
+
+
+def _delivery(
+    tenant_id: str, subject_id: str, url: str, moment: datetime, *, kind: str, data: Mapping[str, Any]
+) -> Delivery:
     delivery_id = new_id("evt")
     body = {
         "id": delivery_id,
         "object": "event",
-        "type": f"job.{job.status}",
+        "type": kind,
         "created_at": int(moment.timestamp()),
         "timestamp": moment.isoformat(),
-        "data": {
-            "id": job.id,
-            "object": "job",
-            "status": job.status,
-            "finish_reason": job.finish_reason,
-            "usage": {
-                "prompt_tokens": job.prompt_tokens,
-                "completion_tokens": job.completion_tokens,
-                "total_tokens": job.prompt_tokens + job.completion_tokens,
-            },
-            "error": job.error,
-            "metadata": job.job_metadata,
-        },
+        "data": data,
     }
     return Delivery(
         id=delivery_id,
-        tenant_id=job.tenant_id,
-        job_id=job.id,
-        url=job.webhook_url,
+        tenant_id=tenant_id,
+        job_id=subject_id,
+        url=url,
         body=json.dumps(body, separators=(",", ":")),
         status="pending",
         attempts=0,
         next_at=moment,
     )
+
+
+def sign(secret: str, delivery_id: str, timestamp: int, body: str) -> dict[str, str]:
+    """The headers of an attempt, by which the receiver proves it.
+
+    secret     whsec_<base64>
+    timestamp  of this attempt, Unix seconds
+    Source: Standard Webhooks 1.0.0, symmetric signature v1.
+    """
+    key = base64.b64decode(secret.removeprefix("whsec_"))
+    digest = hmac.digest(key, f"{delivery_id}.{timestamp}.{body}".encode(), hashlib.sha256)
+    return {
+        "webhook-id": delivery_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+    }
+
+
+# ---- when
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """An attempt that has started: what is to be posted, and where."""
+
+    url: str
+    body: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended."""
+
+    status: int | None = None
+    """The receiver's HTTP status; None when there was no answer."""
+    error: str | None = None
+    """Why there was no answer."""
+    retry_after_s: float | None = None
+    """What the receiver asked for."""
+
+    @property
+    def is_delivered(self) -> bool:
+        return self.status is not None and 200 <= self.status < 300
+
+    @property
+    def is_gone(self) -> bool:
+        """The receiver wants no more of it."""
+        return self.status == 410
+
+
+def retry_delay_s(attempt: int, jitter: float) -> float | None:
+    """Seconds to wait after that many attempts failed; None when it was the last.
+
+    jitter  from 0 to 1: 0 gives the plain series, 1 the most stretched one.
+    """
+    if attempt >= MAX_ATTEMPTS:
+        return None
+    return RETRY_DELAYS_S[attempt - 1] * (1 + JITTER * jitter)
+
+
+_TAKE_DUE = text(
+    """
+    with busy as (
+        select tenant_id, count(*) as deliveries from deliveries
+        where status = 'sending' and next_at > clock_timestamp() group by tenant_id
+    ), waiting as (
+        select id, tenant_id, next_at, row_number() over (partition by tenant_id order by next_at, id) as place
+        from deliveries where status in ('pending', 'sending') and next_at <= clock_timestamp()
+    ), chosen as (
+        select id from waiting left join busy using (tenant_id)
+        where place + coalesce(busy.deliveries, 0) <= :per_tenant
+        order by next_at, id
+        limit greatest(:limit - (select coalesce(sum(deliveries), 0) from busy), 0)
+    )
+    update deliveries set status = 'sending', next_at = clock_timestamp() + make_interval(secs => :lease_s)
+    where id in (
+        select id from deliveries
+        where id in (select id from chosen) and status in ('pending', 'sending') and next_at <= clock_timestamp()
+        order by id for update skip locked
+    )
+    returning id, attempts
+    """
+)
+"""The innermost conditions are repeated so that they hold of the locked row, not only of the snapshot."""
+
+
+def due(session: Session, limit: int) -> Sequence[tuple[str, int]]:
+    """Take deliveries that are due, oldest first: (id, number of the attempt to start).
+
+    At most limit are in flight at once, those of earlier rounds included, and MAX_IN_FLIGHT_PER_TENANT of a tenant.
+    One whose last attempt was started and never reported is dead.
+    """
+    session.execute(
+        update(Delivery)
+        .where(Delivery.status == "sending", Delivery.next_at <= tables.NOW, Delivery.attempts >= MAX_ATTEMPTS)
+        .values(status="dead", error="the sender was lost in the last attempt")
+        .execution_options(synchronize_session=False)
+    )
+    rows = session.execute(
+        _TAKE_DUE, {"limit": limit, "per_tenant": MAX_IN_FLIGHT_PER_TENANT, "lease_s": QUEUE_LEASE_S}
+    )
+    return [(row.id, row.attempts + 1) for row in rows]
+
+
+def give_back(session: Session, deliveries: Sequence[tuple[str, int]]) -> None:
+    """Make taken deliveries due again at once: their messages could not be sent."""
+    for delivery_id, attempt in deliveries:
+        session.execute(
+            update(Delivery)
+            .where(Delivery.id == delivery_id, Delivery.status == "sending", Delivery.attempts == attempt - 1)
+            .values(status="pending", next_at=tables.NOW)
+            .execution_options(synchronize_session=False)
+        )
+
+
+def start(session: Session, vault: Vault, delivery_id: str, attempt: int) -> Outgoing | None:
+    """Start an attempt that a message named, and hold it for SEND_LEASE_S. None when the message is late or doubled."""
+    started = session.execute(
+        update(Delivery)
+        .where(Delivery.id == delivery_id, Delivery.status == "sending", Delivery.attempts == attempt - 1)
+        .values(attempts=attempt, next_at=_after(SEND_LEASE_S))
+        .returning(Delivery.url, Delivery.body, Delivery.tenant_id)
+        .execution_options(synchronize_session=False)
+    ).first()
+    if started is None:
+        return None
+    secret = session.scalars(select(Tenant.webhook_secret).where(Tenant.id == started.tenant_id)).one()
+    return Outgoing(url=started.url, body=started.body, secret=vault.decrypt(secret))
+
+
+def record(session: Session, delivery_id: str, attempt: int, outcome: Outcome) -> None:
+    """Keep how an attempt ended. Without effect once a later attempt has started, or the delivery has ended."""
+    session.execute(
+        update(Delivery)
+        .where(Delivery.id == delivery_id, Delivery.status == "sending", Delivery.attempts == attempt)
+        .values(response_status=outcome.status, **_consequence(attempt, outcome))
+        .execution_options(synchronize_session=False)
+    )
+
+
+def _consequence(attempt: int, outcome: Outcome) -> dict[str, Any]:
+    """The columns that an outcome changes."""
+    if outcome.is_delivered:
+        return {"status": "delivered", "delivered_at": tables.NOW, "error": None}
+    error = outcome.error or f"the receiver answered {outcome.status}"
+    delay_s = retry_delay_s(attempt, random.random())
+    if delay_s is None or outcome.is_gone:
+        return {"status": "dead", "error": error}
+    asked_s = min(outcome.retry_after_s or 0.0, MAX_RETRY_AFTER_S) if outcome.status in (429, 503) else 0.0
+    return {"status": "pending", "next_at": _after(max(delay_s, asked_s)), "error": error}
+
+
+def _after(seconds: float) -> ColumnElement[datetime]:
+    return tables.NOW + timedelta(seconds=seconds)
