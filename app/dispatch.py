@@ -59,8 +59,10 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
 
 
 def _free_slots(session: Session, model: str) -> int:
-    free = session.scalar(select(func.sum(Worker.free_slots)).where(Worker.model == model, Worker.dead.is_(False)))
-    return int(free or 0)
+    """Places that live workers could fill now. Counted from the jobs themselves: a report would be late."""
+    running = select(func.count()).where(Job.owner == Worker.id, Job.status == "running").scalar_subquery()
+    free = func.sum(func.greatest(Worker.slots - running, 0))
+    return int(session.scalar(select(free).where(Worker.model == model, Worker.dead.is_(False))) or 0)
 
 
 def _take(session: Session, model: str, tier: Tier, free_slots: int) -> Numbered:

@@ -79,13 +79,14 @@ _APPEND = text(
          as v (job_id, attempt, number, text, token_ids)
     join jobs on jobs.id = v.job_id
     where jobs.status = 'running' and jobs.attempt = v.attempt and jobs.owner = :owner
+    order by jobs.id
     for share of jobs
     on conflict do nothing
     returning job_id, number
     """
 )
-"""One statement for all running jobs of a worker. The join and the primary key are the fence; the share lock makes a
-concurrent move wait, so that it sees the number that was taken here."""
+"""One statement for all running jobs of a worker. The join and the primary key are the fence; the share lock, taken in
+the order of ids like all others, makes a concurrent move wait, so that it sees the number that was taken here."""
 
 
 def append_tokens(session: Session, owner: str, deltas: Sequence[Delta]) -> list[Event]:

@@ -10,7 +10,7 @@ for a lock would otherwise number its event by an old snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -19,6 +19,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Integer, and_, cast, delete, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session, undefer
+from sqlalchemy.orm.attributes import set_committed_value
 
 from app import db, events, tables, webhooks
 from app.errors import Conflict, KeyReused, NotFound, QueueFull
@@ -197,6 +198,11 @@ def _lock(
     )
 
 
+def lock(session: Session, job_ids: Collection[str]) -> None:
+    """Lock jobs ahead of several writes to them, so that the order of ids holds over all of these together."""
+    session.execute(select(Job.id).where(Job.id.in_(job_ids)).order_by(Job.id).with_for_update())
+
+
 # ---- submit and read
 
 
@@ -210,8 +216,8 @@ def submit(
 ) -> tuple[Job, list[Event], bool]:
     """Write a job in state queued. Returns it, its events to announce, and whether it is new.
 
-    The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
-    QueueFull when the tenant has max_queued jobs in line.
+    The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body, Conflict
+    when that job was deleted since, QueueFull when the tenant has max_queued jobs in line.
     """
     if idempotency is not None:
         earlier = _remembered(session, tenant_id, idempotency)
@@ -220,8 +226,8 @@ def submit(
     _refuse_when_full(session, tenant_id, max_queued)
     job = _new_job(session, tenant_id, submission)
     if idempotency is not None and not _remember(session, tenant_id, idempotency, job.id):
-        # Somebody else used the key at the same moment and has committed since: his job is the one.
-        session.rollback()
+        # Somebody else used the key at the same moment and has committed since: his job is the one. Nothing of ours
+        # was written yet, and the next statement of a READ COMMITTED transaction sees what he wrote.
         earlier = _remembered(session, tenant_id, idempotency)
         assert earlier is not None
         return earlier, [], False
@@ -320,7 +326,12 @@ def _remembered(session: Session, tenant_id: str, idempotency: Idempotency) -> J
         return None
     if record.fingerprint != idempotency.fingerprint:
         raise KeyReused(param="Idempotency-Key")
-    return find(session, tenant_id, record.job_id)
+    try:
+        return find(session, tenant_id, record.job_id)
+    except NotFound:
+        raise Conflict(
+            f"This Idempotency-Key made job '{record.job_id}', which was deleted", param="Idempotency-Key"
+        ) from None
 
 
 def _remember(session: Session, tenant_id: str, idempotency: Idempotency, job_id: str) -> bool:
@@ -341,8 +352,12 @@ def find(session: Session, tenant_id: str, job_id: str, *, with_output: bool = T
         query = query.options(undefer(Job.output_text))
     job = session.scalar(query)
     if job is None:
-        raise NotFound(f"There is no job '{job_id}'", param="id")
+        raise _no_job(job_id)
     return job
+
+
+def _no_job(job_id: str) -> NotFound:
+    return NotFound(f"There is no job '{job_id}'", param="id")
 
 
 def page(session: Session, tenant_id: str, *, after: str | None, limit: int, status: Status | None = None) -> list[Job]:
@@ -355,9 +370,17 @@ def page(session: Session, tenant_id: str, *, after: str | None, limit: int, sta
     return list(session.scalars(query.order_by(Job.id.desc()).limit(limit)))
 
 
-def text_so_far(session: Session, job_ids: Collection[str]) -> dict[str, str]:
-    """What has been shown of each job's output."""
-    return {job_id: text for job_id, (text, _) in _persisted(session, job_ids).items()}
+def add_progress(session: Session, jobs: Iterable[Job]) -> None:
+    """Set output_text and completion_tokens of jobs that have not ended to what is persisted so far, for showing only.
+
+    The rows themselves get these at the terminal move.
+    """
+    unfinished = [job for job in jobs if not Status(job.status).is_terminal]
+    persisted = _persisted(session, [job.id for job in unfinished if job.attempt > 0])
+    for job in unfinished:
+        output_text, completion_tokens = persisted.get(job.id, ("", 0))
+        set_committed_value(job, "output_text", output_text)
+        set_committed_value(job, "completion_tokens", completion_tokens)
 
 
 # ---- the client's moves
@@ -368,8 +391,10 @@ def cancel(session: Session, tenant_id: str, job_id: str) -> tuple[Job, list[Eve
 
     Raises NotFound, and Conflict when it had ended; a second cancel of a cancelled job returns it as it is.
     """
-    find(session, tenant_id, job_id, with_output=False)
-    (job,) = _lock(session, Job.id == job_id)
+    locked = _lock(session, Job.id == job_id, Job.tenant_id == tenant_id)
+    if not locked:
+        raise _no_job(job_id)
+    (job,) = locked
     if job.status == Status.CANCELLED:
         return find(session, tenant_id, job_id), []
     if Status(job.status).is_terminal:
