@@ -37,7 +37,7 @@ _TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 _STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 """A stream that says nothing for so long, heartbeats included, is dropped and opened again."""
 _TRIES = 10
-"""Connections in a row that bring no event, before `events` gives up."""
+"""Connections in a row that bring nothing, before a loop gives up."""
 _LONGEST_PAUSE_S = 5.0
 _RETRYABLE = frozenset({429, 502, 503, 504})
 
@@ -231,12 +231,13 @@ class Client:
         """
         last, failures = after, 0
         while True:
+            before = last
             problem: ClientError = Unreachable(f"{self.url} ended the stream of {job_id} before the job's end")
             try:
                 for event in self._stream(job_id, last):
                     if event.number != last + 1:
                         raise Broken(f"{self.url} sent event {event.number} of {job_id} after event {last}")
-                    last, failures = event.number, 0
+                    last = event.number
                     yield event
                     if event.ends_log:
                         return
@@ -248,7 +249,7 @@ class Client:
                 if error.status not in _RETRYABLE:
                     raise
                 problem = error
-            failures += 1
+            failures = 0 if last > before else failures + 1
             if failures == _TRIES:
                 raise problem
             time.sleep(self._pause_s(failures, problem))
@@ -372,7 +373,7 @@ class Client:
         """0.2 s, 0.4 s … 5 s, or what the server asked for, never more than a minute."""
         if isinstance(problem, Refused) and problem.retry_after_s is not None:
             return min(problem.retry_after_s, 60.0)
-        return min(self._first_pause_s * 2.0 ** (failures - 1), _LONGEST_PAUSE_S)
+        return min(self._first_pause_s * 2.0**failures, _LONGEST_PAUSE_S)
 
 
 class _Ended(Exception):
