@@ -27,6 +27,7 @@ class Database:
             max_overflow=0,
             pool_timeout=5,
             pool_pre_ping=True,
+            hide_parameters=True,  # they hold prompts, and the text of an error may end in a log
             connect_args={"connect_timeout": 5, "application_name": "everbatch"},
         )
         self._sessions = sessionmaker(self.pool, expire_on_commit=False, autoflush=False)

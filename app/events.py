@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,7 +160,16 @@ def announce(client: redis.Redis, events: Sequence[Event]) -> None:
 class _Listener:
     """One follower's mailbox. One that is full drops its oldest: the follower meets the hole and reads the rows."""
 
-    mailbox: queue.Queue[Event] = field(default_factory=lambda: queue.Queue(BACKLOG))
+    mailbox: queue.Queue[Event | None] = field(default_factory=lambda: queue.Queue(BACKLOG))
+    """None wakes the follower and says nothing."""
+
+    def put(self, event: Event | None) -> None:
+        while True:
+            try:
+                return self.mailbox.put_nowait(event)
+            except queue.Full:
+                with suppress(queue.Empty):
+                    self.mailbox.get_nowait()
 
 
 def _pubsub(client: redis.Redis) -> Any:
@@ -177,6 +187,7 @@ class Hub:
         self._pubsub = _pubsub(client)
         self._wanted = threading.Event()
         self._closed = threading.Event()
+        self._released = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="event-hub", daemon=True)
         self._thread.start()
 
@@ -203,7 +214,20 @@ class Hub:
                 del self._listeners[job_id]
                 self._command(self._pubsub.unsubscribe, channel(job_id))
 
+    @property
+    def is_released(self) -> bool:
+        return self._released.is_set()
+
+    def release(self) -> None:
+        """End what follows through this hub, now and later, wherever it stands. A signal handler may call it."""
+        self._released.set()
+        with self._lock:
+            listeners = list(self._mailboxes.values())
+        for listener in listeners:
+            listener.put(None)
+
     def close(self) -> None:
+        self.release()
         self._closed.set()
         self._wanted.set()
         self._thread.join(5)
@@ -253,11 +277,7 @@ class Hub:
         with self._lock:
             listeners = [self._mailboxes[key] for key in self._listeners.get(job_id, ())]
         for listener in listeners:
-            try:
-                listener.mailbox.put_nowait(event)
-            except queue.Full:
-                listener.mailbox.get_nowait()
-                listener.mailbox.put_nowait(event)
+            listener.put(event)
 
 
 def follow(
@@ -265,13 +285,13 @@ def follow(
 ) -> Iterator[Event | None]:
     """The job's events with numbers above after, each once, in order, as they come, up to the terminal one.
 
-    Yields None when nothing came for heartbeat_s. Ends also when the job was deleted. No database connection is held
-    between events. Subscribes first, then reads the rows, so that nothing falls between the two.
+    Yields None when nothing came for heartbeat_s. Ends also when the job was deleted or the hub released. No database
+    connection is held between events. Subscribes first, then reads the rows, so that nothing falls between the two.
     """
     listener = hub.join(job_id)
     try:
         last, quiet_since = after, time.monotonic()
-        while True:
+        while not hub.is_released:
             page, exists = _read(database, job_id, last)
             for event in page:
                 yield event
@@ -286,6 +306,8 @@ def follow(
             while time.monotonic() - read_at < poll_s:
                 live = _next(listener, timeout_s=min(poll_s, heartbeat_s))
                 if live is None:
+                    if hub.is_released:
+                        return
                     if time.monotonic() - quiet_since >= heartbeat_s:
                         yield None
                         quiet_since = time.monotonic()

@@ -216,8 +216,8 @@ def submit(
 ) -> tuple[Job, list[Event], bool]:
     """Write a job in state queued. Returns it, its events to announce, and whether it is new.
 
-    The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body, Conflict
-    when that job was deleted since, QueueFull when the tenant has max_queued jobs in line.
+    The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
+    Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs in line.
     """
     if idempotency is not None:
         earlier = _remembered(session, tenant_id, idempotency)

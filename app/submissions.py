@@ -20,6 +20,7 @@ from app.models import Model
 from app.prompts import Prompts
 from app.settings import Settings
 from app.tiers import Plan
+from app.webhooks import check_url
 
 DEFAULT_MAX_TOKENS = 256
 """Where the client names none and so many fit."""
@@ -50,7 +51,7 @@ class ChatMessage(_Body):
 
 
 class Webhook(_Body):
-    url: Annotated[str, Field(min_length=1, max_length=2048)]
+    url: str
 
 
 MaxTokens = Annotated[int, Field(ge=1)]
@@ -200,7 +201,7 @@ def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Pro
         },
         deadline_s=settings.deadline_s if request.deadline is None else request.deadline,
         metadata=request.metadata or {},
-        webhook_url=None if request.webhook is None else request.webhook.url,
+        webhook_url=None if request.webhook is None else check_url(request.webhook.url, settings),
     )
 
 

@@ -1,0 +1,48 @@
+"""The HTTP face: routes, errors, event streams. gunicorn runs `app.api:create_app()`."""
+
+from __future__ import annotations
+
+import time
+
+from flask import Flask, Response, g, request
+
+from app.api import errors, events, health, jobs, models
+from app.api.services import PerProcess, services
+from app.ids import new_id
+from app.settings import Settings, get_settings
+
+_BLUEPRINTS = (health.blueprint, models.blueprint, jobs.blueprint, events.blueprint)
+
+
+def create_app(settings: Settings | None = None) -> Flask:
+    """The WSGI application. Threads and connections are opened at its first request in each process.
+
+    Raises SetupError when it cannot serve with these settings.
+    """
+    app = Flask("everbatch", static_folder=None)
+    app.extensions["everbatch"] = PerProcess(settings or get_settings())
+    app.json.sort_keys = False  # type: ignore[attr-defined]
+    app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
+    app.url_map.strict_slashes = False
+    app.url_map.merge_slashes = False
+    app.before_request(_start)
+    app.after_request(_finish)
+    errors.register(app)
+    for blueprint in _BLUEPRINTS:
+        app.register_blueprint(blueprint)
+    return app
+
+
+def _start() -> None:
+    g.started_at = time.perf_counter()
+    g.request_id = new_id("req")
+
+
+def _finish(response: Response) -> Response:
+    """Headers of every answer, and its time."""
+    response.headers["x-request-id"] = g.request_id
+    response.headers.setdefault("Cache-Control", "no-store")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    route = request.url_rule.rule if request.url_rule is not None else "unmatched"
+    services().metrics.request_seconds.labels(request.method, route).observe(time.perf_counter() - g.started_at)
+    return response

@@ -1,0 +1,20 @@
+"""Request bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flask import request
+
+from app.api.services import services
+from app.bodies import parse_object
+
+
+def read_object() -> dict[str, Any]:
+    """The JSON object in the request's body, whatever its content type says.
+
+    Raises PayloadTooLarge, MalformedBody, InvalidRequest.
+    """
+    max_bytes = services().settings.max_prompt_bytes
+    request.max_content_length = max_bytes
+    return parse_object(request.get_data(cache=False), max_bytes=max_bytes)

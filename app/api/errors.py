@@ -1,0 +1,89 @@
+"""Errors as answers: always JSON, a problem document (RFC 9457) that also holds OpenAI's error object.
+
+{"type", "title", "status", "detail", "instance", "error": {"message", "type", "param", "code"}}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from http import HTTPStatus
+
+from flask import Flask, Response, g, request
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+
+from app.api.services import services
+from app.errors import PayloadTooLarge, Refusal, Unauthenticated, Unavailable
+
+logger = logging.getLogger(__name__)
+
+DATABASE_AWAY = (OperationalError, InterfaceError, PoolTimeout)
+"""What SQLAlchemy raises while the database does not answer, or answers nobody more."""
+
+
+def register(app: Flask) -> None:
+    """Answer every exception of the app's routes, and of routes that do not exist."""
+    app.register_error_handler(Refusal, _refused)
+    app.register_error_handler(HTTPException, _http_error)
+    for kind in DATABASE_AWAY:
+        app.register_error_handler(kind, _database_away)
+    app.register_error_handler(Exception, _unexpected)
+
+
+def _refused(refusal: Refusal) -> Response:
+    answer = problem(refusal.status, refusal.code, refusal.message, param=refusal.param)
+    if refusal.retry_after_s is not None:
+        answer.headers["Retry-After"] = str(refusal.retry_after_s)
+    if refusal.status == HTTPStatus.CONFLICT:
+        # Stock clients try a 409 again by themselves; ours are for ever.
+        answer.headers["x-should-retry"] = "false"
+    if isinstance(refusal, Unauthenticated):
+        answer.headers["WWW-Authenticate"] = 'Bearer realm="everbatch"'
+    return answer
+
+
+def _http_error(error: HTTPException) -> Response:
+    """What the routing or Werkzeug refused, with the headers that it wants, Allow for instance."""
+    if isinstance(error, RequestEntityTooLarge):
+        return _refused(PayloadTooLarge())
+    status = HTTPStatus(error.code or 500)
+    answer = problem(status, status.name.lower(), error.description or status.phrase)
+    for name, value in error.get_headers():
+        if name.lower() != "content-type":
+            answer.headers[name] = value
+    return answer
+
+
+def _database_away(error: Exception) -> Response:
+    logger.warning("%s: the database does not answer: %s", g.get("request_id"), type(error).__name__)
+    return _refused(Unavailable("The database does not answer at the moment"))
+
+
+def _unexpected(error: Exception) -> Response:
+    logger.error("%s: unexpected error at %s", g.get("request_id"), request.url_rule, exc_info=error)
+    return problem(500, "internal_error", "An unexpected error; the server's log has more under the request id")
+
+
+def problem(status: int, code: str, detail: str, *, param: str | None = None) -> Response:
+    """An error's answer, counted by its code."""
+    services().metrics.refusals.labels(code).inc()
+    body = {
+        "type": f"urn:everbatch:error:{code}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "instance": request.path,
+        "error": {"message": detail, "type": _openai_type(status), "param": param, "code": code},
+    }
+    return Response(json.dumps(body) + "\n", status=status, content_type="application/problem+json")
+
+
+def _openai_type(status: int) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 429:
+            return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"

@@ -1,0 +1,172 @@
+"""/v1/jobs: submit, read, list, cancel, delete."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+from flask import Blueprint, Response, jsonify, request, url_for
+
+from app import jobs, submissions
+from app.api.auth import authenticate, tenant
+from app.api.bodies import read_object
+from app.api.services import services
+from app.bodies import fingerprint
+from app.errors import InvalidRequest, NotFound
+from app.jobs import Idempotency, Status
+from app.tables import Job
+from app.tiers import Plan
+
+blueprint = Blueprint("jobs", __name__, url_prefix="/v1/jobs")
+blueprint.before_request(authenticate)
+
+_JOB_ID = re.compile(r"job_[0-9a-f]{32}")
+_IDEMPOTENCY_KEY = re.compile(r'"[ -!#-~]{1,255}"|[!#-~][ -~]{0,254}')
+"""A structured field's string, or bare as older clients send it."""
+_PAGE = 20
+_MAX_PAGE = 100
+
+
+@blueprint.post("")
+def submit() -> Response:
+    """202 means that the job is durable: its row was committed before this answer."""
+    own = services()
+    key = _idempotency_key()
+    body = read_object()
+    submission = submissions.to_submission(
+        submissions.parse(body),
+        plan=Plan(tenant().plan),
+        model=own.model,
+        prompts=own.prompts,
+        settings=own.settings,
+    )
+    with own.database.transaction() as session:
+        job, moved, is_new = jobs.submit(
+            session,
+            tenant().id,
+            submission,
+            max_queued=own.settings.max_queued_jobs,
+            idempotency=None if key is None else Idempotency(key, fingerprint(body)),
+        )
+        jobs.add_progress(session, [job])
+        shown = job_object(job)
+    if is_new:
+        own.metrics.submitted.labels(submission.tier.value).inc()
+        own.publish(moved)
+        own.dispatcher.nudge()
+    answer = jsonify(shown)
+    answer.status_code = 202
+    answer.headers["Location"] = url_for("jobs.read", job_id=job.id)
+    if not is_new:
+        answer.headers["Idempotent-Replayed"] = "true"
+    return answer
+
+
+@blueprint.get("")
+def list_jobs() -> Response:
+    """The tenant's jobs, newest first."""
+    limit = _limit(request.args.get("limit"))
+    after = request.args.get("after")
+    if after is not None and not _JOB_ID.fullmatch(after):
+        raise InvalidRequest("after must be the id of a job", param="after")
+    with services().database.transaction() as session:
+        found = jobs.page(
+            session, tenant().id, after=after, limit=limit + 1, status=_status(request.args.get("status"))
+        )
+        page = found[:limit]
+        jobs.add_progress(session, page)
+        data = [job_object(job) for job in page]
+    return jsonify(
+        object="list",
+        data=data,
+        has_more=len(found) > limit,
+        first_id=data[0]["id"] if data else None,
+        last_id=data[-1]["id"] if data else None,
+    )
+
+
+@blueprint.get("/<job_id>")
+def read(job_id: str) -> Response:
+    with services().database.transaction() as session:
+        job = jobs.find(session, tenant().id, checked_id(job_id))
+        jobs.add_progress(session, [job])
+        return jsonify(job_object(job))
+
+
+@blueprint.delete("/<job_id>")
+def delete(job_id: str) -> Response:
+    with services().database.transaction() as session:
+        moved = jobs.remove(session, tenant().id, checked_id(job_id))
+    services().publish(moved)
+    return jsonify(id=job_id, object="job", deleted=True)
+
+
+@blueprint.post("/<job_id>/cancel")
+def cancel(job_id: str) -> Response:
+    """From the commit on no further token is shown or charged. A body is ignored: clients send an empty one."""
+    with services().database.transaction() as session:
+        job, moved = jobs.cancel(session, tenant().id, checked_id(job_id))
+        shown = job_object(job)
+    services().publish(moved)
+    services().dispatcher.nudge()
+    return jsonify(shown)
+
+
+def job_object(job: Job) -> dict[str, Any]:
+    """A job as clients see it. While it runs, its output and usage are those so far: see jobs.add_progress."""
+    return {
+        "id": job.id,
+        "object": "job",
+        "status": job.status,
+        "tier": job.tier,
+        "model": job.model,
+        "attempt": job.attempt,
+        "created_at": _time(job.created_at),
+        "started_at": _time(job.started_at),
+        "finished_at": _time(job.finished_at),
+        "output": {"choices": [{"index": 0, "text": job.output_text or "", "finish_reason": job.finish_reason}]},
+        "usage": jobs.usage_of(job),
+        "error": job.error,
+        "metadata": job.job_metadata,
+    }
+
+
+def checked_id(job_id: str) -> str:
+    """The id of a path, if it can be one at all. Raises NotFound."""
+    if not _JOB_ID.fullmatch(job_id):
+        raise NotFound(f"There is no job '{job_id[:64]}'", param="id")
+    return job_id
+
+
+def _time(moment: datetime | None) -> str | None:
+    """RFC 3339 in UTC, to the microsecond."""
+    if moment is None:
+        return None
+    return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _idempotency_key() -> str | None:
+    key = request.headers.get("Idempotency-Key")
+    if key is None:
+        return None
+    if not _IDEMPOTENCY_KEY.fullmatch(key):
+        raise InvalidRequest("Idempotency-Key must be 1 to 255 printable ASCII characters", param="Idempotency-Key")
+    return key[1:-1] if key.startswith('"') else key
+
+
+def _limit(value: str | None) -> int:
+    if value is None:
+        return _PAGE
+    if not re.fullmatch(r"[0-9]{1,3}", value) or not 1 <= int(value) <= _MAX_PAGE:
+        raise InvalidRequest(f"limit must be an integer from 1 to {_MAX_PAGE}", param="limit")
+    return int(value)
+
+
+def _status(value: str | None) -> Status | None:
+    if value is None:
+        return None
+    try:
+        return Status(value)
+    except ValueError:
+        raise InvalidRequest(f"status must be one of {', '.join(Status)}", param="status") from None

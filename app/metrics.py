@@ -1,0 +1,66 @@
+"""Prometheus metrics: what every process shares. Labels name tiers and codes, never tenants.
+
+/metrics has a private bind of its own, apart from the API.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from sqlalchemy import func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.db import Database
+from app.settings import Settings
+from app.tables import Job
+from app.tiers import Tier
+
+logger = logging.getLogger(__name__)
+
+
+def serve(registry: CollectorRegistry, settings: Settings) -> int:
+    """Answer /metrics on a daemon thread until the process ends; return the port, which is also logged.
+
+    Raises OSError when the port is taken.
+    """
+    server, _ = start_http_server(settings.metrics_port, settings.metrics_host, registry)
+    port = int(server.server_port)
+    logger.info("metrics at http://%s:%d/metrics", settings.metrics_host, port)
+    return port
+
+
+class JobCounts(Collector):
+    """Unfinished jobs by status and tier, counted in the database at each scrape."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Asked at registration: without an answer the database would be."""
+        return [self._family()]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Nothing while the database does not answer: a gap in a graph says so better than a zero."""
+        family = self._family()
+        try:
+            with self._database.transaction() as session:
+                rows = session.execute(
+                    select(Job.status, Job.tier, func.count())
+                    .where(Job.status.in_(["queued", "running"]))
+                    .group_by(Job.status, Job.tier)
+                )
+                counts = {(status, tier): count for status, tier, count in rows}
+        except SQLAlchemyError as error:
+            logger.warning("jobs were not counted for a scrape: %s", type(error).__name__)
+            return
+        for status in ("queued", "running"):
+            for tier in Tier:
+                family.add_metric([status, tier.value], counts.get((status, tier.value), 0))
+        yield family
+
+    def _family(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily("everbatch_jobs", "Unfinished jobs.", labels=["status", "tier"])
