@@ -20,7 +20,7 @@ def api_command(settings: Settings) -> list[str]:
     return [
         *[sys.executable, "-m", "gunicorn", "app.api:create_app()"],
         *["--bind", f"{settings.host}:{settings.port}"],
-        *["--worker-class", "gthread", "--threads", str(settings.api_threads)],
+        *["--worker-class", "app.api.server.Worker", "--threads", str(settings.api_threads)],
         *["--graceful-timeout", str(API_GRACE_S)],
         *["--worker-tmp-dir", "/dev/shm"],  # its heartbeat file must not wait for a disk
         "--no-control-socket",
@@ -35,6 +35,11 @@ def engine_command(number: int = 1) -> list[str]:
 def io_command() -> list[str]:
     """The io worker: dispatch on a timer, sweep, batches, deliveries."""
     return _celery_command("io", "io@%h")
+
+
+def migrate_command() -> list[str]:
+    """Brings the tables up to date and ends. `everbatch up` does it within itself."""
+    return [sys.executable, "-m", "alembic", "upgrade", "head"]
 
 
 def _celery_command(application: str, name: str) -> list[str]:
