@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ from sqlalchemy import create_engine, make_url, text
 from app.db import migrate
 from app.embedded import Servers
 from app.settings import Settings
+from engine.models import prepare
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +72,16 @@ def database(database_url: str, migrated_template: str) -> Iterator[str]:
     """The URL of a fresh database with all tables, for one test module alone."""
     with _new_database(database_url, f"test_{uuid4().hex}", template=migrated_template) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct as a model directory: converted once (20 s), then kept beside the installed packages."""
+    converter = Path(prepare.__file__).with_name("gguf.py").read_bytes()
+    directory = Path(sys.prefix, "everbatch-models", f"smollm2-{hashlib.sha256(converter).hexdigest()[:12]}")
+    # As the command, so that whatever the conversion imports and warns of stays in its own process.
+    subprocess.run([sys.executable, "-m", prepare.__name__, "smollm2-135m-instruct", directory], check=True)
+    return directory
 
 
 @contextmanager
