@@ -41,10 +41,12 @@ def spawn(
     log: Path,
     death_signal: signal.Signals = signal.SIGTERM,
     account: Account = OURS,
+    stdout: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own, so that Ctrl-C reaches only the parent, which ends it in good order.
 
-    It gets death_signal when the parent dies, however that happens. Output is appended to log.
+    It gets death_signal when the parent dies, however that happens. Output is appended to log,
+    that on stdout only where none is given.
     The kernel ties that signal to the *thread* that forks, so only the main thread may call this.
     """
     assert threading.current_thread() is threading.main_thread(), "a child would die with the thread that started it"
@@ -54,7 +56,7 @@ def spawn(
             env=dict(environment),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=output if stdout is None else stdout,
             stderr=output,
             start_new_session=True,
             preexec_fn=_die_with(os.getpid(), death_signal),
