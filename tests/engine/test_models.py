@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,15 @@ CONFIGS = {
     "llama3-rope": {"rope_parameters": LLAMA3_ROPE},
     "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads cost such small models more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
