@@ -115,6 +115,12 @@ class Job(Base):
         Index("jobs_unfinished", "deadline_at", postgresql_where=text("status in ('queued', 'running')")),
         Index("jobs_of_tenant_queued", "tenant_id", postgresql_where=text("status = 'queued'")),
         Index("jobs_by_batch", "batch_id", "row_number", unique=True, postgresql_where=text("batch_id is not null")),
+        Index("jobs_by_custom_id", "batch_id", "custom_id", postgresql_where=text("custom_id is not null")),
+        Index(
+            "jobs_of_batch_unfinished",
+            "batch_id",
+            postgresql_where=text("batch_id is not null and status in ('queued', 'running')"),
+        ),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -159,7 +165,7 @@ class Job(Base):
 
     batch_id: Mapped[str | None] = mapped_column(ForeignKey("batches.id"))
     row_number: Mapped[int | None]
-    """The row of the batch's input file, from 1."""
+    """The line of the batch's input file, from 1."""
     custom_id: Mapped[str | None]
 
 
@@ -226,6 +232,7 @@ class Delivery(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     job_id: Mapped[str]
+    """The job, or the batch, whose end it tells."""
     url: Mapped[str]
     body: Mapped[str]
     """The exact JSON text that is signed and posted, ASCII only."""
@@ -256,6 +263,9 @@ class File(Base):
 class Batch(Base):
     """An OpenAI-style file of requests. Its rows are jobs of the bulk tier."""
 
+    OPEN: ClassVar[tuple[str, ...]] = ("validating", "in_progress", "finalizing", "cancelling")
+    """Statuses of a batch that has not ended."""
+
     __tablename__ = "batches"
     __table_args__ = (
         Index("batches_by_tenant", "tenant_id", "id"),
@@ -271,17 +281,22 @@ class Batch(Base):
     endpoint: Mapped[str]
     completion_window: Mapped[str]
     status: Mapped[str]
-    input_file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
+    input_file_id: Mapped[str]
+    """No foreign key: the file may be removed once the batch has ended."""
     output_file_id: Mapped[str | None]
+    """Chosen at the start, so that writing the file twice gives one file; shown once the batch has ended."""
     error_file_id: Mapped[str | None]
     errors: Mapped[dict[str, Any] | None]
     batch_metadata: Mapped[dict[str, Any] | None] = mapped_column("metadata")
     webhook_url: Mapped[str | None]
     rows_read: Mapped[int] = mapped_column(server_default=text("0"))
     """Rows of the input file that have become jobs."""
+    lines_read: Mapped[int] = mapped_column(server_default=text("0"))
+    """Lines of the input file that were read: rows, and blank lines between them."""
     bytes_read: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
     """Where in the input file the next row starts."""
     total_rows: Mapped[int | None]
+    """Rows of the input file; None until they were counted."""
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
     in_progress_at: Mapped[datetime | None]
     finalizing_at: Mapped[datetime | None]
