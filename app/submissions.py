@@ -39,18 +39,18 @@ def _kind(value: Any) -> str | None:
     return None
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """Unknown fields are refused, and nothing is converted: true is no integer, "5" no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class Webhook(_Body):
+class Webhook(Body):
     url: str
 
 
@@ -75,10 +75,10 @@ Metadata = Annotated[
 ]
 
 
-B = TypeVar("B", bound=_Body)
+B = TypeVar("B", bound=Body)
 
 
-class _Generation(_Body):
+class _Generation(Body):
     """The fields that every way to ask for text has."""
 
     model: str | None = None
@@ -167,12 +167,12 @@ ROW_ENDPOINTS = tuple(_ROWS)
 
 def parse(body: Mapping[str, Any]) -> JobRequest:
     """The request that a body of POST /v1/jobs makes. Raises InvalidRequest, naming the first wrong field."""
-    return _validated(JobRequest, body)
+    return validated(JobRequest, body)
 
 
 def parse_row(endpoint: str, body: Mapping[str, Any]) -> JobRequest:
     """The request that a batch row's body makes; endpoint is one of ROW_ENDPOINTS. Raises InvalidRequest."""
-    return _validated(_ROWS[endpoint], body).as_job()
+    return validated(_ROWS[endpoint], body).as_job()
 
 
 def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Prompts, settings: Settings) -> Submission:
@@ -233,7 +233,7 @@ def _max_tokens(request: JobRequest, prompt_tokens: int, context_length: int) ->
     return request.max_tokens
 
 
-def _validated(schema: type[B], body: Mapping[str, Any]) -> B:
+def validated(schema: type[B], body: Mapping[str, Any]) -> B:
     try:
         return schema.model_validate(body)
     except ValidationError as error:
