@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from app.cli.batch import batch
 from app.cli.cancel import cancel
+from app.cli.demo import demo
 from app.cli.doctor import doctor
 from app.cli.keys import keys
 from app.cli.submit import submit
@@ -41,5 +42,5 @@ def main() -> None:
     """Self-hosted LLM generation: jobs in over REST, tokens out live."""
 
 
-for _command in (up, doctor, submit, watch, cancel, batch, keys):
+for _command in (up, demo, doctor, submit, watch, cancel, batch, keys):
     main.add_command(_command)

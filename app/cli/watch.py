@@ -22,7 +22,6 @@ _INTERRUPTED = 130
 _LOOK_EVERY_S = 0.5
 """How often the bar asks for the number of tokens."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""A model's text must not steer the terminal; line feeds and tabs may."""
 
 
 @click.command()
@@ -58,7 +57,12 @@ def show(client: Client, job_id: str, *, as_json: bool, max_tokens: int | None =
 
 
 def _write(text: str) -> None:
-    click.echo(_CONTROLS.sub("\ufffd", text) if sys.stdout.isatty() else text, nl=False)
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+
+
+def printable(text: str) -> str:
+    """A model's text without what would steer a terminal; line feeds and tabs stay."""
+    return _CONTROLS.sub("\ufffd", text)
 
 
 def _tell_end(job: Job) -> None:

@@ -1,0 +1,5 @@
+"""`python -m app.cli` is `everbatch`."""
+
+from app.cli import main
+
+main(prog_name="everbatch")
