@@ -314,8 +314,14 @@ class Scheduler:
         return -(-num_tokens // self._block_size)
 
     def _expected_blocks(self, line: _Line) -> int:
-        """Blocks that the line may still take; its last token is never computed."""
-        return self._blocks_for(line.token_limit - 1) - len(line.block_ids)
+        """Blocks that the line may still take, for the pool to leave room behind it.
+
+        Its last token is never computed. No more than a slot's share of the pool: most lines end before their limit,
+        and room that is left behind one is missing to another.
+        """
+        return min(
+            self._blocks_for(line.token_limit - 1) - len(line.block_ids), self._pool.num_blocks // self._max_num_seqs
+        )
 
     def _admit(self, line: _Line) -> bool:
         """Give a waiting line a slot and blocks for all its tokens, taken from higher ranks where need be."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from engine.detokenizer import Detokenizer
+from engine.detokenizer import Detokenizer, _WindowStream
 from engine.echo import write_model
 
 TEXTS = [
@@ -140,6 +140,13 @@ def test_a_run_of_byte_tokens_is_shown_when_it_ends(byte_fallback: Tokenizer) ->
     smile = [id_of(byte_fallback, f"<0x{byte:02X}>") for byte in "🙂".encode()]
     stream = Detokenizer(byte_fallback).stream()
     assert [stream.push([token_id]) for token_id in [*smile, cat]] == ["", "", "", "", "🙂 cat"]
+
+
+def test_old_tokens_are_let_go_of(byte_fallback: Tokenizer) -> None:
+    stream = Detokenizer(byte_fallback).stream()
+    assert isinstance(stream, _WindowStream)
+    stream.push([id_of(byte_fallback, "▁the")] * 1000)
+    assert len(stream._window) < 20
 
 
 def test_added_tokens_that_are_not_special_are_text(byte_level: Tokenizer) -> None:

@@ -57,8 +57,10 @@ class Collector:
 class ScriptRunner(EchoRunner):
     """Says the bytes of one text after a prompt of one token, then the end-of-sequence token."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, eos_id: int | None = None) -> None:
         super().__init__()
+        if eos_id is not None:
+            self.eos_ids = frozenset({eos_id})
         self.script = [*text.encode(), *self.eos_ids]
 
     def execute(self, plan: StepPlan) -> list[int]:
@@ -145,12 +147,19 @@ def test_a_character_of_several_tokens_is_shown_whole_and_eos_adds_no_text(make_
     loop.submit(Request("a", (1,), Sampling(max_tokens=100)))
     collector.wait_for_ends("a")
     assert [output.text for output in collector.of("a") if output.text] == list(text)
-    assert collector.tokens("a") == loop_script(text)
+    assert collector.tokens("a") == ScriptRunner(text).script
     assert collector.finish("a") is Finish.STOP
 
 
-def loop_script(text: str) -> list[int]:
-    return ScriptRunner(text).script
+def test_an_end_token_that_has_text_is_not_shown(make_loop: MakeLoop) -> None:
+    loop, collector = make_loop(ScriptRunner("hi", eos_id=ord("!"))), Collector()
+    loop.start(collector)
+    loop.submit(Request("whole", (1,), Sampling(max_tokens=9)))
+    loop.submit(Request("resumed", (1,), Sampling(max_tokens=9, stop=("i!",)), resumed_ids=tuple(b"hi!")))
+    collector.wait_for_ends("whole", "resumed")
+    assert bytes(collector.tokens("whole")) == b"hi!"
+    assert (collector.text("whole"), collector.finish("whole")) == ("hi", Finish.STOP)
+    assert (collector.text("resumed"), collector.finish("resumed")) == ("i", Finish.STOP)  # i was held back
 
 
 def test_text_cut_off_inside_a_character_ends_as_a_whole_decode_would(make_loop: MakeLoop) -> None:
@@ -169,7 +178,7 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_request(make_loop: 
     assert collector.text("a") == "one "
     assert collector.finish("a") is Finish.STOP
     assert bytes(collector.tokens("a")) == b"one END"
-    collector.wait_for(lambda: loop.stats().blocks_used == 0)
+    assert loop.stats().blocks_used == 0
 
 
 def test_text_held_for_a_stop_string_is_released_at_the_end(make_loop: MakeLoop) -> None:
@@ -302,6 +311,28 @@ def test_requests_are_counted_from_their_submission_on(make_loop: MakeLoop) -> N
         loop.submit(Request(str(index), (1,), Sampling(max_tokens=1), rank=rank))
     stats = loop.stats()
     assert (stats.waiting, stats.waiting_by_rank, stats.running_by_rank) == (3, (1, 0, 2), (0, 0, 0))
+
+
+def test_requests_and_aborts_from_many_threads_end_once_each(make_loop: MakeLoop) -> None:
+    loop, collector = make_loop(EchoRunner(num_blocks=40), slots=8), Collector()
+    loop.start(collector)
+    ids = [[f"{thread}.{index}" for index in range(40)] for thread in range(8)]
+
+    def submit(own: list[str]) -> None:
+        for index, request_id in enumerate(own):
+            loop.submit(Request(request_id, (1, 2), Sampling(max_tokens=1 + index), rank=index % 3))
+            if index % 4 == 3:
+                loop.abort(own[index - 3])
+                loop.abort(request_id)
+
+    threads = [threading.Thread(target=submit, args=(own,)) for own in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    collector.wait_for_ends(*(request_id for own in ids for request_id in own))
+    assert {output.finish for output in collector.outputs if output.finish} <= {Finish.LENGTH, Finish.ABORTED}
+    assert loop.stats().blocks_used == 0
 
 
 def test_a_higher_tier_joins_the_next_step_of_a_full_batch(make_loop: MakeLoop) -> None:

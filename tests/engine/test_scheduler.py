@@ -279,8 +279,20 @@ def test_out_of_blocks_the_newest_of_the_highest_rank_yields() -> None:
     while not bench.scheduler.stats().preemptions:
         computed.append(bench.step())
     assert {request_id for request_id, _ in computed[-2]} - {request_id for request_id, _ in computed[-1]} == {"bulk2"}
+    assert bench.scheduler.stats().preemptions == 1
     bench.run()
     assert all(len(tokens) == 20 for tokens in bench.tokens.values())
+
+
+def test_who_joins_leaves_a_block_for_each_running_sequence_to_grow() -> None:
+    bench = Bench(slots=2, num_blocks=4, block_size=4)
+    bench.add("a", prompt=4, max_tokens=4)
+    bench.step()
+    bench.add("b", prompt=12, max_tokens=1)  # its three blocks are free, but a needs one of them in the next step
+    assert bench.step() == [("a", 1)]
+    bench.run()
+    assert list(bench.ends) == ["a", "b"]
+    assert bench.scheduler.stats().preemptions == 0
 
 
 def test_with_room_for_one_everybody_gets_through() -> None:
@@ -439,6 +451,16 @@ def test_counters_tell_first_computations_from_repeated_ones() -> None:
         "running_by_rank": (0, 0, 0),
         "waiting_by_rank": (0, 0, 0),
     }
+
+
+def test_a_repeated_computation_counts_every_time() -> None:
+    bench = Bench(slots=1, budget=4)
+    bench.add("bulk", rank=2, prompt=3, max_tokens=9, resumed_ids=(4, 5, 6, 7, 8))
+    bench.step()  # 4 of 8, all computed once by an earlier attempt
+    bench.add("paid", rank=0, prompt=1, max_tokens=1)
+    bench.run()  # paid | all 8 of bulk
+    assert bench.scheduler.stats().recomputed_tokens == 4 + 8
+    assert bench.scheduler.stats().prompt_tokens == 1
 
 
 def test_stats_count_sequences_by_rank() -> None:
