@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import click
 from pydantic import ValidationError
 
-from app.cli.batch import batch
-from app.cli.cancel import cancel
-from app.cli.demo import demo
-from app.cli.doctor import doctor
-from app.cli.keys import keys
-from app.cli.submit import submit
-from app.cli.up import up
-from app.cli.watch import watch
 from app.errors import SetupError
+
+_COMMANDS = ("batch", "cancel", "demo", "doctor", "keys", "submit", "up", "watch")
+"""Each is the module of this package that holds the command of the same name."""
 
 
 class _Commands(click.Group):
-    """A wrong set-up ends a command with one line, not with a traceback."""
+    """Imports a command when it is asked for: a client's need not wait for the database library of `up`.
+
+    A wrong set-up ends a command with one line, not with a traceback.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -40,7 +48,3 @@ def _wrong_settings(error: ValidationError) -> list[str]:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Self-hosted LLM generation: jobs in over REST, tokens out live."""
-
-
-for _command in (up, demo, doctor, submit, watch, cancel, batch, keys):
-    main.add_command(_command)
