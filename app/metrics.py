@@ -22,15 +22,25 @@ from app.tiers import Tier
 logger = logging.getLogger(__name__)
 
 
-def serve(registry: CollectorRegistry, settings: Settings) -> int:
-    """Answer /metrics on a daemon thread until the process ends; return the port, which is also logged.
+class MetricsServer:
+    """Answers /metrics on a thread of its own. A port that is taken costs the metrics, not the process."""
 
-    Raises OSError when the port is taken.
-    """
-    server, _ = start_http_server(settings.metrics_port, settings.metrics_host, registry)
-    port = int(server.server_port)
-    logger.info("metrics at http://%s:%d/metrics", settings.metrics_host, port)
-    return port
+    def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
+        self.port: int | None = None
+        """Where it listens, also written to the log; None when it could not."""
+        try:
+            self._server, self._thread = start_http_server(settings.metrics_port, settings.metrics_host, registry)
+        except OSError as error:
+            logger.error("no metrics at %s:%d: %s", settings.metrics_host, settings.metrics_port, error)
+            return
+        self.port = int(self._server.server_port)
+        logger.info("metrics at http://%s:%d/metrics", settings.metrics_host, self.port)
+
+    def close(self) -> None:
+        if self.port is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
 
 
 class JobCounts(Collector):

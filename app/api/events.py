@@ -74,5 +74,8 @@ def _blocks(own: Services, job_id: str, after: int) -> Iterator[bytes]:
 
 
 def block(event: Event) -> bytes:
-    """An event on the wire; its JSON is ASCII, so that no text in it can break a line."""
-    return f"id: {event.number}\nevent: {event.kind}\ndata: {json.dumps(event.data)}\n\n".encode()
+    """An event on the wire, in the same bytes whether it is live or replayed from a row, which sorts keys in its own way.
+
+    Its JSON is ASCII, so that no text in it can break a line.
+    """
+    return f"id: {event.number}\nevent: {event.kind}\ndata: {json.dumps(event.data, sort_keys=True)}\n\n".encode()

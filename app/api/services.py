@@ -11,7 +11,7 @@ from flask import current_app
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from app import events, metrics, models
+from app import events, models
 from app.api.metrics import Metrics
 from app.api.streams import Streams
 from app.broker import Broker
@@ -19,6 +19,7 @@ from app.db import Database
 from app.dispatch import Dispatcher
 from app.errors import SetupError
 from app.events import Event, Hub
+from app.metrics import MetricsServer
 from app.models import Model
 from app.prompts import Prompts
 from app.settings import Settings
@@ -42,6 +43,7 @@ class Services:
     dispatcher: Dispatcher
     streams: Streams
     metrics: Metrics
+    metrics_server: MetricsServer
 
     def publish(self, committed: list[Event]) -> None:
         """Tell followers of events, after their commit."""
@@ -54,6 +56,7 @@ class Services:
 
     def close(self) -> None:
         self.end_streams()
+        self.metrics_server.close()
         self.dispatcher.close()
         self.hub.close()
         self.broker.close()
@@ -102,7 +105,6 @@ class PerProcess:
         broker = Broker(self._redis_url)
         streams = Streams(self.settings)
         counted = Metrics(database, lambda: streams.open)
-        metrics.serve(counted.registry, self.settings)
         return Services(
             settings=self.settings,
             model=self._model,
@@ -115,6 +117,7 @@ class PerProcess:
             dispatcher=Dispatcher(database, broker, self._model.name),
             streams=streams,
             metrics=counted,
+            metrics_server=MetricsServer(counted.registry, self.settings),
         )
 
 

@@ -1,0 +1,73 @@
+"""The API as a process: how it starts and how it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+import httpx
+import pytest
+
+from app.settings import Settings
+
+
+def test_a_stop_ends_open_streams_in_good_order(serving: Any, settings: Settings, submit: Any, owner: Any) -> None:
+    with serving(settings) as server, httpx.Client(trust_env=False) as client:
+        url = f"{server.url}/v1/jobs/{submit()}/events"
+        with client.stream("GET", url, headers={"Authorization": f"Bearer {owner.key}"}, timeout=20) as answer:
+            pieces = answer.iter_bytes()
+            assert next(pieces).startswith(b"id: 1\n")
+            server.process.send_signal(signal.SIGTERM)
+            assert b"".join(pieces) == b""  # not cut off: httpx would raise
+        assert server.process.wait(20) == 0  # well before the graceful timeout of 30 s
+
+
+def test_it_serves_also_when_loaded_before_the_fork(serving: Any, settings: Settings, owner: Any) -> None:
+    with serving(settings, "--preload") as server:
+        headers = {"Authorization": f"Bearer {owner.key}"}
+        answer = httpx.post(f"{server.url}/v1/jobs", json={"prompt": "hi"}, headers=headers, trust_env=False)
+        assert answer.status_code == 202
+        url = f"{server.url}{answer.headers['Location']}"
+        assert httpx.post(f"{url}/cancel", headers=headers, trust_env=False).json()["status"] == "cancelled"
+        assert httpx.get(f"{url}/events", headers=headers, trust_env=False).text.endswith("\n\n")
+
+
+def test_it_serves_with_the_stock_threaded_worker(serving: Any, settings: Settings) -> None:
+    with serving(settings, "--worker-class", "gthread") as server:
+        assert httpx.get(f"{server.url}/readyz", trust_env=False).json()["status"] == "ready"
+
+
+def test_a_large_body_is_refused_while_it_comes(serving: Any, server: Any, owner: Any) -> None:
+    def pieces() -> Any:
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    headers = {"Authorization": f"Bearer {owner.key}"}
+    answer = httpx.post(f"{server.url}/v1/jobs", content=pieces(), headers=headers, trust_env=False)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"model": "/nowhere"}, "EVERBATCH_MODEL: '/nowhere' has no readable config.json"),
+        ({"redis_url": None}, "EVERBATCH_REDIS_URL is not set"),
+    ],
+)
+def test_a_wrong_set_up_ends_the_start_with_one_line(
+    serving: Any, settings: Settings, wrong: dict[str, Any], line: str
+) -> None:
+    with serving(settings.model_copy(update=wrong)) as server:
+        assert server.process.wait(20) != 0
+        log = server.log.read_text()
+    assert line in log
+    assert "Traceback" not in log
+
+
+def test_the_log_is_json_and_names_the_metrics_port(server: Any) -> None:
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    (line,) = [line for line in lines if line["logger"] == "app.metrics"]
+    assert (line["role"], line["level"]) == ("api", "info")
+    port = int(line["message"].rsplit(":", 1)[1].split("/")[0])
+    assert "everbatch_open_streams" in httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
