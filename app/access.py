@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 
-from sqlalchemy.orm import Session
-
-from app import tenants
-from app.errors import SetupError, Unauthenticated
+from app.errors import SetupError
 from app.home import Home, write_private
-from app.tiers import Plan
-from app.vault import Vault
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +25,6 @@ def read(home: Home) -> Access:
         return Access(**{field.name: str(kept[field.name]) for field in fields(Access)})
     except (OSError, ValueError, KeyError, TypeError):
         raise SetupError(f"{home.keys} holds no keys: `everbatch up --home {home.path}` makes them") from None
-
-
-def grant(session: Session, vault: Vault, home: Home, *, url: str) -> Access:
-    """The access of the last start where its keys still open this database, else a new one; kept in the home's file.
-
-    Write it down only after the transaction stands: see `keep`.
-    """
-    try:
-        access = replace(read(home), url=url)
-        tenants.authenticate(session, access.paid_key)
-        tenants.authenticate(session, access.free_key)
-    except (SetupError, Unauthenticated):
-        paid = tenants.provision(session, vault, name="paid", plan=Plan.PAID)
-        free = tenants.provision(session, vault, name="free", plan=Plan.FREE, webhook_secret=paid.webhook_secret)
-        return Access(url, paid.key, free.key, paid.webhook_secret)
-    return access
 
 
 def keep(home: Home, access: Access) -> None:

@@ -8,23 +8,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 import httpx
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
-from app import access, models
+from app import access, models, tenants
 from app.access import Access
 from app.children import end, free_port, is_free, last_line, spawn, wait_until
 from app.commands import API_GRACE_S, CANNOT_START, PROJECT, api_command, engine_command, io_command
 from app.db import Database, migrate
 from app.embedded import Servers
-from app.errors import SetupError
+from app.errors import SetupError, Unauthenticated
 from app.home import Home
 from app.settings import Settings, environment
 from app.tables import NOW, Worker
+from app.tiers import Plan
 from app.vault import Vault
 
 _TICK_S = 0.1
@@ -165,7 +167,7 @@ class Supervisor:
         host = "127.0.0.1" if self._settings.host == "0.0.0.0" else self._settings.host
         url = f"http://{host}:{self._settings.port}"
         with database.transaction() as session:
-            granted = access.grant(session, Vault.open(self._settings), self._home, url=url)
+            granted = _grant(session, Vault.open(self._settings), self._home, url=url)
         access.keep(self._home, granted)
         return granted
 
@@ -271,3 +273,19 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _grant(session: Session, vault: Vault, home: Home, *, url: str) -> Access:
+    """The access of the last start where its keys still open this database, else a new one; kept in the home's file.
+
+    Write it down only after the transaction stands: see access.keep.
+    """
+    try:
+        kept = replace(access.read(home), url=url)
+        tenants.authenticate(session, kept.paid_key)
+        tenants.authenticate(session, kept.free_key)
+    except (SetupError, Unauthenticated):
+        paid = tenants.provision(session, vault, name="paid", plan=Plan.PAID)
+        free = tenants.provision(session, vault, name="free", plan=Plan.FREE, webhook_secret=paid.webhook_secret)
+        return Access(url, paid.key, free.key, paid.webhook_secret)
+    return kept
