@@ -32,6 +32,11 @@ def queue_name(model: str, tier: Tier) -> str:
     return f"{tier.value}.{model}"
 
 
+def tier_of(queue_name: str) -> Tier:
+    """The tier of a queue. Raises ValueError for a queue that is no tier's."""
+    return Tier(queue_name.partition(".")[0])
+
+
 def queue(name: str) -> Queue:
     """A queue bound to its own name: one without an exchange would be bound to the default queue's."""
     return Queue(name, Exchange(""), routing_key=name)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     """Size of a request body, in bytes."""
     max_queued_jobs: int = Field(default=10_000, ge=1)
     """Queued paid and free jobs of one tenant; above it, submit answers 429."""
+    max_open_batches: int = Field(default=100, ge=1)
+    """Batches of one tenant that have not ended; above it, creating one answers 429."""
     max_file_bytes: int = Field(default=200_000_000, ge=1)
     """Size of an uploaded file, in bytes."""
     deadline_s: float = Field(default=86_400.0, gt=0)
@@ -113,3 +115,11 @@ def environment(settings: Settings) -> dict[str, str]:
 def get_settings() -> Settings:
     """The process's settings, read once."""
     return Settings()
+
+
+def complaint(error: ValidationError) -> str:
+    """What is wrong with the environment: a line for each variable, with its name and value."""
+    return "\n".join(
+        f"EVERBATCH_{'_'.join(map(str, each['loc'])).upper()} is {each['input']!r}: {each['msg']}"
+        for each in error.errors()
+    )

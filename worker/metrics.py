@@ -1,0 +1,100 @@
+"""What a worker tells Prometheus. Labels by tier, never by tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from app.tiers import POLICIES, Tier
+from engine.request import Engine, Output, Stats
+from worker.attempts import Attempt, Outcome
+
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+
+
+class WorkerMetrics:
+    """Counters and histograms of one worker process. Its engine's numbers are read when Prometheus asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self._tokens = Counter(
+            "everbatch_generated_tokens", "Tokens generated, by tier.", ["tier"], registry=self.registry
+        )
+        self._ended = Counter(
+            "everbatch_attempts_ended", "Attempts that ended here, by outcome.", ["tier", "outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._first_token = Histogram(
+            "everbatch_time_to_first_token_seconds", "From the claim of a job to its first token.", ["tier"],
+            buckets=_FIRST_TOKEN_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self._inter_token = Histogram(
+            "everbatch_inter_token_seconds", "Between two tokens of a job.", ["tier"],
+            buckets=_INTER_TOKEN_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self.registry.register(_EngineCollector(engine))
+
+    def observe(self, attempt: Attempt, output: Output, at: float) -> None:
+        """Note an output of an attempt, which left the engine at a moment of time.monotonic()."""
+        if not output.token_ids:
+            return
+        tier = attempt.claim.tier.value
+        self._tokens.labels(tier).inc(len(output.token_ids))
+        if attempt.last_output_at is None:
+            self._first_token.labels(tier).observe(at - attempt.claimed_at)
+        else:
+            self._inter_token.labels(tier).observe((at - attempt.last_output_at) / len(output.token_ids))
+
+    def count_end(self, tier: Tier, outcome: Outcome) -> None:
+        self._ended.labels(tier.value, outcome.value).inc()
+
+
+class _EngineCollector(Collector):
+    """Reads the engine at each scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        stats = self._engine.stats()
+        yield _by_tier("everbatch_running", "Jobs in the running batch.", stats.running_by_rank)
+        yield _by_tier("everbatch_pending", "Jobs that wait in the engine.", stats.waiting_by_rank)
+        for name, text, value in _gauges(stats):
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in _counters(stats):
+            yield CounterMetricFamily(name, text, value=value)
+
+
+def _by_tier(name: str, text: str, by_rank: tuple[int, ...]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=["tier"])
+    for tier in Tier:
+        family.add_metric([tier.value], of_rank(by_rank, tier))
+    return family
+
+
+def of_rank(by_rank: tuple[int, ...], tier: Tier) -> int:
+    """A tier's part of the engine's numbers by rank, which end at the highest rank that the engine has seen."""
+    rank = POLICIES[tier].rank
+    return by_rank[rank] if rank < len(by_rank) else 0
+
+
+def _gauges(stats: Stats) -> Iterator[tuple[str, str, int]]:
+    yield "everbatch_slots", "Places in the running batch.", stats.slots
+    yield "everbatch_kv_blocks", "Blocks of the KV cache.", stats.blocks_total
+    yield "everbatch_kv_blocks_used", "Blocks of the KV cache that are referenced.", stats.blocks_used
+
+
+def _counters(stats: Stats) -> Iterator[tuple[str, str, int]]:
+    yield "everbatch_steps", "Forward passes.", stats.steps
+    yield (
+        "everbatch_slot_steps",
+        "Sequences computed, summed over steps; over steps × slots it is the slot use.",
+        (stats.slot_steps),
+    )
+    yield "everbatch_prompt_tokens", "Prompt tokens prefilled for the first time.", stats.prompt_tokens
+    yield "everbatch_recomputed_tokens", "Tokens prefilled again.", stats.recomputed_tokens
+    yield "everbatch_preemptions", "Sequences that gave their slot to a higher tier.", stats.preemptions

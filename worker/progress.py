@@ -1,0 +1,257 @@
+"""One writer for all jobs of a worker: the engine's outputs become event rows, then announcements.
+
+    engine thread ── on_outputs ─▶ inbox ─▶ writer thread: buffers ─▶ one fenced transaction ─▶ Redis
+    other threads ── end, lose ───▶
+
+Persist first, then announce: only rows that the database accepted are published. The writer is also the one that ends
+attempts, so that nobody else can see one as running that has ended, or the other way round.
+
+While the database is away the buffers grow, by what their jobs may still generate, and nothing is lost. Where the reply
+to a commit was lost, the rows may stand while the writer takes them for refused: it drops these attempts, and the lease
+hands their jobs back.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import redis
+from sqlalchemy.exc import SQLAlchemyError
+
+from app import events, jobs
+from app.db import Database
+from app.events import Delta, Event
+from app.jobs import Finished, Status
+from app.tiers import Tier
+from engine.request import Engine, Finish, Output
+from worker.attempts import Attempt, Attempts, Outcome
+from worker.metrics import WorkerMetrics
+from worker.vital import vital_thread
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+"""Pauses between tries to write while the database is away; the last one repeats."""
+
+ENGINE_ERROR = "engine_error"
+"""The code of a job that the engine could not compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    at: float
+    outputs: Sequence[Output]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    attempt: Attempt
+    status: Status
+    error: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    attempts: Collection[Attempt]
+
+
+class _Close:
+    """The last word in the inbox."""
+
+
+class ProgressWriter:
+    def __init__(
+        self,
+        database: Database,
+        client: redis.Redis,
+        attempts: Attempts,
+        engine: Engine,
+        *,
+        flush_interval_s: float,
+        on_ended: Callable[[], None],
+        metrics: WorkerMetrics,
+    ) -> None:
+        """on_ended is called, on the writer's thread, when attempts have ended and their slots are free."""
+        self._database = database
+        self._redis = client
+        self._attempts = attempts
+        self._engine = engine
+        self._flush_interval_s = flush_interval_s
+        self._on_ended = on_ended
+        self._metrics = metrics
+        self._inbox: queue.SimpleQueue[_Outputs | _End | _Loss | _Close] = queue.SimpleQueue()
+        self._unwritten: dict[str, Attempt] = {}  # by request id: those with text, or an ending, to be written
+        self._due_at: float | None = None
+        self._failures = 0
+        self._is_closing = False
+        self._thread = vital_thread("progress writer", self._run)
+
+    # ---- from any thread, none of these blocks
+
+    def on_outputs(self, outputs: Sequence[Output]) -> None:
+        """Take the outputs of a step."""
+        self._inbox.put(_Outputs(time.monotonic(), outputs))
+
+    def end(self, attempt: Attempt, status: Status, error: Mapping[str, str] | None = None) -> None:
+        """End an attempt from outside, with what it has shown so far, unless it has ended already."""
+        self._inbox.put(_End(attempt, status, error))
+
+    def lose(self, attempts: Collection[Attempt]) -> None:
+        """Drop attempts whose jobs are this worker's no more."""
+        self._inbox.put(_Loss(attempts))
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Write what has come so far and end the thread; False if the database did not take it in time."""
+        self._inbox.put(_Close())
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- the writer's thread
+
+    def _run(self) -> None:
+        while not (self._is_closing and not self._unwritten):
+            self._receive()
+            if self._due_at is not None and time.monotonic() >= self._due_at:
+                self._flush()
+
+    def _receive(self) -> None:
+        """Sleep until word comes or a flush is due; take in all that came."""
+        wait_s = None if self._due_at is None else max(0.0, self._due_at - time.monotonic())
+        try:
+            self._take(self._inbox.get(timeout=wait_s))
+            while True:
+                self._take(self._inbox.get_nowait())
+        except queue.Empty:
+            return
+
+    def _take(self, word: _Outputs | _End | _Loss | _Close) -> None:
+        match word:
+            case _Outputs(at, outputs):
+                for output in outputs:
+                    self._take_output(at, output)
+            case _End(attempt, status, error):
+                self._take_end(attempt, status, error)
+            case _Loss(attempts):
+                for attempt in attempts:
+                    self._drop(attempt)
+                self._on_ended()
+            case _Close():
+                self._is_closing = True
+                self._write_within(0.0)
+
+    def _take_output(self, at: float, output: Output) -> None:
+        attempt = self._attempts.get(output.request_id)
+        if attempt is None:
+            if output.finish is None:
+                self._engine.abort(output.request_id)  # it was dropped before the engine had it
+            return
+        if attempt.ending is not None or output.finish is Finish.ABORTED:
+            return  # what comes after an end from outside is not shown
+        is_first = attempt.last_output_at is None
+        self._metrics.observe(attempt, output, at)
+        attempt.last_output_at = at
+        attempt.text += output.text
+        attempt.token_ids.extend(output.token_ids)
+        if output.finish is not None:
+            attempt.ending = _ending_of(attempt, output)
+        if attempt.text or attempt.ending is not None:
+            self._unwritten[attempt.request_id] = attempt
+            is_urgent = attempt.ending is not None or (is_first and attempt.claim.tier is not Tier.BULK)
+            self._write_within(0.0 if is_urgent else self._flush_interval_s)
+
+    def _take_end(self, attempt: Attempt, status: Status, error: Mapping[str, str] | None) -> None:
+        if attempt.ending is not None or self._attempts.get(attempt.request_id) is None:
+            return
+        self._engine.abort(attempt.request_id)
+        attempt.ending = Finished(attempt.claim.job_id, attempt.claim.attempt, status, error=error)
+        self._unwritten[attempt.request_id] = attempt
+        self._write_within(0.0)
+
+    def _write_within(self, seconds: float) -> None:
+        due_at = time.monotonic() + max(seconds, self._pause_s)
+        self._due_at = due_at if self._due_at is None else min(self._due_at, due_at)
+
+    @property
+    def _pause_s(self) -> float:
+        return RETRY_S[min(self._failures, len(RETRY_S)) - 1] if self._failures else 0.0
+
+    def _flush(self) -> None:
+        self._due_at = None
+        by_owner: dict[str, list[Attempt]] = defaultdict(list)
+        for attempt in self._unwritten.values():
+            by_owner[attempt.owner].append(attempt)
+        try:
+            for owner, attempts in by_owner.items():
+                self._write(owner, attempts)
+            self._failures = 0
+        except SQLAlchemyError as error:
+            self._failures += 1
+            logger.warning("progress was not written, again in %s s: %s", self._pause_s, error)
+            self._write_within(self._pause_s)
+
+    def _write(self, owner: str, attempts: Sequence[Attempt]) -> None:
+        """Persist the buffers of attempts in one transaction, deltas before endings; announce what was accepted."""
+        deltas = [_delta_of(attempt) for attempt in attempts if attempt.text]
+        endings = [_with_last_tokens(attempt, attempt.ending) for attempt in attempts if attempt.ending is not None]
+        with self._database.transaction() as session:
+            if endings:
+                jobs.lock(session, [attempt.claim.job_id for attempt in attempts])
+            shown = events.append_tokens(session, owner, deltas)
+            ended = jobs.finish(session, owner, endings)
+        events.announce(self._redis, [*shown, *ended])
+        self._settle(attempts, shown, ended)
+
+    def _settle(self, attempts: Sequence[Attempt], shown: Sequence[Event], ended: Sequence[Event]) -> None:
+        """Empty the buffers of what was accepted; drop attempts of which anything was refused."""
+        accepted = {event.job_id for event in shown}
+        outcomes = {event.job_id: Outcome(event.kind) for event in ended}
+        for attempt in attempts:
+            job_id = attempt.claim.job_id
+            if job_id in outcomes:
+                self._forget(attempt, outcomes[job_id])
+            elif job_id in accepted and attempt.ending is None:
+                attempt.last_event += 1
+                attempt.text, attempt.token_ids = "", []
+                del self._unwritten[attempt.request_id]
+            else:
+                self._drop(attempt)
+        if len(accepted) < len(attempts) or outcomes:
+            self._on_ended()
+
+    def _drop(self, attempt: Attempt) -> None:
+        """Its job is not ours any more: end it here, and write nothing."""
+        self._engine.abort(attempt.request_id)
+        self._forget(attempt, Outcome.LOST)
+
+    def _forget(self, attempt: Attempt, outcome: Outcome) -> None:
+        self._unwritten.pop(attempt.request_id, None)
+        self._metrics.count_end(attempt.claim.tier, outcome)
+        self._attempts.end(attempt, outcome)
+
+
+def _ending_of(attempt: Attempt, output: Output) -> Finished:
+    assert output.finish is not None
+    if output.finish is Finish.ERROR:
+        error = {"code": ENGINE_ERROR, "message": output.error or "The engine cannot compute this request"}
+        return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.FAILED, error=error)
+    return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.SUCCEEDED, finish_reason=output.finish.value)
+
+
+def _delta_of(attempt: Attempt) -> Delta:
+    return Delta(
+        job_id=attempt.claim.job_id,
+        attempt=attempt.claim.attempt,
+        number=attempt.last_event + 1,
+        text=attempt.text,
+        token_ids=tuple(attempt.token_ids),
+    )
+
+
+def _with_last_tokens(attempt: Attempt, ending: Finished) -> Finished:
+    """The ending, with the last tokens unless a delta of the same write carries them: some tokens have no text."""
+    return ending if attempt.text else replace(ending, token_ids=tuple(attempt.token_ids))

@@ -1,0 +1,151 @@
+"""The sweep: finds what fell between two chairs. One leader does it, at a steady interval.
+
+Every promise of the service ends here: a dead worker's jobs are put back in line, deadlines end jobs, messages that the
+broker lost are forgotten, so that dispatch sends their jobs again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import redis
+from sqlalchemy import Connection, delete, exists, func, select, update
+from sqlalchemy.orm import Session
+
+from app import events, jobs
+from app.broker import Broker
+from app.db import Database
+from app.events import Event
+from app.tables import NOW, Job, Worker
+from app.tiers import Tier
+
+logger = logging.getLogger(__name__)
+
+SWEEP_LOCK = 0x45764253
+"""Advisory lock of the leader, held by a session: it is free as soon as the leader's connection is gone."""
+GRACE_S = 2.0
+"""A message younger than this is not taken for lost: a worker may hold it and be about to claim."""
+LIMIT = 500
+"""Jobs moved in one transaction."""
+KEEP_DEAD_WORKERS = timedelta(hours=1)
+"""For those who look into what happened."""
+
+
+class Sweeper:
+    def __init__(
+        self,
+        database: Database,
+        client: redis.Redis,
+        broker: Broker,
+        *,
+        lease_s: float,
+        max_deaths: int,
+        on_requeued: Callable[[], None],
+    ) -> None:
+        """on_requeued is called after a sweep that put jobs back in line."""
+        self._database = database
+        self._redis = client
+        self._broker = broker
+        self._lease_s = lease_s
+        self._max_deaths = max_deaths
+        self._on_requeued = on_requeued
+        self._leadership: Connection | None = None
+        self._leader_since = 0.0
+
+    def sweep(self) -> None:
+        """One round, if this process leads. Raises what the servers raise; the next round begins anew."""
+        if not self._leads():
+            return
+        if time.monotonic() - self._leader_since >= self._lease_s:
+            self._declare_dead()
+        requeued = self._move_all(
+            lambda session: jobs.requeue_orphans(session, max_deaths=self._max_deaths, limit=LIMIT)
+        )
+        self._move_all(lambda session: jobs.expire(session, limit=LIMIT))
+        forgotten = self._forget_lost_messages()
+        self._drop_dead_workers()
+        if requeued or forgotten:
+            self._on_requeued()
+
+    def _leads(self) -> bool:
+        """Whether this process holds the lock, or gets it now.
+
+        A fresh leader waits for one lease before it declares anybody dead: while the database was away, nobody could
+        send a heartbeat.
+        """
+        if self._leadership is not None:
+            try:
+                self._leadership.execute(select(1))
+                return True
+            except BaseException:
+                self._resign()
+                raise
+        connection = self._database.pool.connect().execution_options(isolation_level="AUTOCOMMIT")
+        try:
+            is_leader = connection.scalar(select(func.pg_try_advisory_lock(SWEEP_LOCK)))
+        except BaseException:
+            connection.invalidate()
+            connection.close()
+            raise
+        if not is_leader:
+            connection.close()
+            return False
+        self._leadership, self._leader_since = connection, time.monotonic()
+        logger.info("this process sweeps")
+        return True
+
+    def _resign(self) -> None:
+        """Give up a connection that may be broken, rather than return it, with its lock, to the pool."""
+        if self._leadership is not None:
+            self._leadership.invalidate()
+            self._leadership.close()
+            self._leadership = None
+
+    def _declare_dead(self) -> None:
+        """By the database's clock alone. From this commit on, the worker can claim nothing and learns it is dead."""
+        with self._database.transaction() as session:
+            dead = session.scalars(
+                update(Worker)
+                .where(Worker.dead.is_(False), Worker.heartbeat_at < NOW - timedelta(seconds=self._lease_s))
+                .values(dead=True)
+                .returning(Worker.id)
+            ).all()
+        for worker_id in dead:
+            logger.warning("worker %s sent no heartbeat for %s s and is declared dead", worker_id, self._lease_s)
+
+    def _move_all(self, move: Callable[[Session], list[Event]]) -> int:
+        """Move jobs, a transaction at a time, until fewer than LIMIT are found; announce them. Returns how many."""
+        total = 0
+        while True:
+            with self._database.transaction() as session:
+                moved = move(session)
+            events.announce(self._redis, moved)
+            total += len(moved)
+            if len(moved) < LIMIT:
+                return total
+
+    def _forget_lost_messages(self) -> int:
+        """For each queue that should hold something. Raises RedisError when the broker cannot be asked."""
+        with self._database.transaction() as session:
+            named = session.execute(
+                select(Job.model, Job.tier).where(Job.status == "queued", Job.dispatch_number.is_not(None)).distinct()
+            ).all()
+        forgotten = 0
+        for model, tier_name in named:
+            tier = Tier(tier_name)
+            is_empty = self._broker.waiting(model, tier) == 0
+            with self._database.transaction() as session:
+                lost = jobs.forget_lost_messages(session, model, tier, queue_is_empty=is_empty, grace_s=GRACE_S)
+            if lost:
+                logger.warning("%d messages of %s jobs for %s were lost; their jobs are sent again", lost, tier, model)
+            forgotten += lost
+        return forgotten
+
+    def _drop_dead_workers(self) -> None:
+        """Forget workers that died a while ago and own nothing."""
+        owns = exists().where(Job.owner == Worker.id, Job.status == "running")
+        with self._database.transaction() as session:
+            session.execute(delete(Worker).where(Worker.dead, Worker.heartbeat_at < NOW - KEEP_DEAD_WORKERS, ~owns))
