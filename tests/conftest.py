@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,13 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
+from app.access import Access
+from app.children import spawn
+from app.commands import PROJECT
 from app.db import migrate
 from app.embedded import Servers
-from app.settings import Settings
+from app.settings import Settings, environment
+from app.supervisor import Ready
 from engine.models import prepare
 
 
@@ -89,6 +94,32 @@ def empty_database(database_url: str) -> Iterator[str]:
     """The URL of a database without tables, for one test."""
     with _new_database(database_url, f"test_{uuid4().hex}") as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def service_home(make_home: Callable[[], Path]) -> Path:
+    return make_home()
+
+
+@pytest.fixture(scope="session")
+def service(service_home: Path) -> Iterator[Ready]:
+    """A whole service for all tests, as `everbatch up` starts it: echo engine, one worker, webhooks to anywhere."""
+    settings = Settings(home=service_home, database_url=None, redis_url=None, webhook_allow_private=True)
+    up = spawn(
+        [sys.executable, "-m", "app.cli", "up", "--engine", "echo", "--port", "0", "--json"],
+        environment=environment(settings),
+        cwd=PROJECT,
+        log=service_home / "up.log",
+        stdout=subprocess.PIPE,
+    )
+    with up:
+        assert up.stdout is not None
+        said = json.loads(up.stdout.readline() or "{}")
+        assert said, (service_home / "up.log").read_text()
+        pids = said.pop("worker_pids")
+        yield Ready(Access(**said), "echo", pids)
+        up.terminate()
+    assert up.returncode == 0, (service_home / "up.log").read_text()
 
 
 @contextmanager
