@@ -42,7 +42,7 @@ JITTER = 0.2
 MAX_RETRY_AFTER_S = 86_400
 """A receiver's Retry-After counts up to so many seconds."""
 
-QUEUE_LEASE_S = 20
+QUEUE_LEASE_S = 30
 """A delivery whose message was not taken up for so long is due again."""
 SEND_LEASE_S = 60
 """A sender that reports nothing for so long is dead; longer than any attempt may take."""

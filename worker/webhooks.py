@@ -28,8 +28,11 @@ from app.settings import Settings
 from app.vault import Vault
 from app.webhooks import Outcome, Outgoing
 
-MAX_IN_FLIGHT = 32
-"""Deliveries at the broker or being posted, over all senders."""
+MAX_IN_FLIGHT = 24
+"""Deliveries at the broker or being posted: half as many again as an io worker has threads, so that none waits long
+behind receivers that hang."""
+ROUND_S = 5.0
+"""A round that finds ever more to send ends after so long, so that a stop is seen."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_REPLY_BYTES = 65_536
 """A reply is read to here, so that the receiver sees its answer taken, and is then thrown away."""
@@ -43,7 +46,14 @@ _HEADERS = {
 
 
 def send_due(database: Database, broker: Broker) -> None:
-    """One round: take the deliveries that are due and name them to the io workers. Raises BrokerError."""
+    """One round: name deliveries that are due to the io workers, until no more may go. Raises BrokerError."""
+    started = time.monotonic()
+    while _send_some(database, broker) and time.monotonic() - started < ROUND_S:
+        pass
+
+
+def _send_some(database: Database, broker: Broker) -> bool:
+    """Take what is due and may go now, and send its messages; whether there was any."""
     with database.transaction() as session:
         taken = webhooks.due(session, MAX_IN_FLIGHT)
     for position, (delivery_id, attempt) in enumerate(taken):
@@ -53,6 +63,7 @@ def send_due(database: Database, broker: Broker) -> None:
             with database.transaction() as session:
                 webhooks.give_back(session, taken[position:])
             raise
+    return bool(taken)
 
 
 def deliver(database: Database, vault: Vault, settings: Settings, delivery_id: str, attempt: int) -> None:

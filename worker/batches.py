@@ -1,0 +1,55 @@
+"""Batches: open ones are advanced, in turn, until all of them wait for their jobs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import redis
+
+from app import batches, events, files
+from app.db import Database
+from app.errors import Refusal
+from app.files import Shelf
+from app.rows import Desk
+
+logger = logging.getLogger(__name__)
+
+ROUND_S = 5.0
+"""A round ends after so long, so that new batches and a stop are seen."""
+
+
+def advance_batches(
+    database: Database, client: redis.Redis, desk: Desk, shelf: Shelf, *, nudge: Callable[[], None]
+) -> None:
+    """One round: a step of each open batch, and again while any comes further.
+
+    Several workers may do this at once: a batch is advanced by one of them. nudge is called when jobs were written.
+    """
+    started = time.monotonic()
+    with database.transaction() as session:
+        waiting = batches.open_batches(session)
+    while waiting and time.monotonic() - started < ROUND_S:
+        waiting = [batch_id for batch_id in waiting if _advance(database, client, desk, shelf, batch_id)]
+        nudge()
+
+
+def _advance(database: Database, client: redis.Redis, desk: Desk, shelf: Shelf, batch_id: str) -> bool:
+    """Take one step of a batch; whether another one may follow. A full disk holds up this batch alone."""
+    try:
+        with database.transaction() as session:
+            step = batches.advance(session, desk, shelf, batch_id)
+    except Refusal as refusal:
+        logger.warning("%s cannot be advanced, the next round tries again: %s", batch_id, refusal.message)
+        return False
+    events.announce(client, step.events)
+    return step.moved
+
+
+def remove_strays(database: Database, shelf: Shelf) -> None:
+    """One round, hourly at most: erase what crashes left of files."""
+    with database.transaction() as session:
+        number = files.remove_strays(session, shelf)
+    if number:
+        logger.info("%d stray files were erased", number)
