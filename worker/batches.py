@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import redis
+from sqlalchemy.exc import SQLAlchemyError
 
 from app import batches, events, files
 from app.db import Database
@@ -36,12 +37,19 @@ def advance_batches(
 
 
 def _advance(database: Database, client: redis.Redis, desk: Desk, shelf: Shelf, batch_id: str) -> bool:
-    """Take one step of a batch; whether another one may follow. A full disk holds up this batch alone."""
+    """Take one step of a batch; whether another one may follow."""
     try:
         with database.transaction() as session:
             step = batches.advance(session, desk, shelf, batch_id)
     except Refusal as refusal:
         logger.warning("%s cannot be advanced, the next round tries again: %s", batch_id, refusal.message)
+        return False
+    except SQLAlchemyError:
+        raise  # the database is away: for all batches alike
+    except Exception:
+        # Whatever is wrong with this file or its rows must not end the process, which dispatches and sweeps for all.
+        # The batch stays where it is, and expires in time.
+        logger.exception("%s cannot be advanced, the next round tries again", batch_id)
         return False
     events.announce(client, step.events)
     return step.moved
@@ -49,7 +57,11 @@ def _advance(database: Database, client: redis.Redis, desk: Desk, shelf: Shelf, 
 
 def remove_strays(database: Database, shelf: Shelf) -> None:
     """One round, hourly at most: erase what crashes left of files."""
-    with database.transaction() as session:
-        number = files.remove_strays(session, shelf)
+    try:
+        with database.transaction() as session:
+            number = files.remove_strays(session, shelf)
+    except OSError as error:
+        logger.warning("stray files cannot be erased, the next round tries again: %s", error)
+        return
     if number:
         logger.info("%d stray files were erased", number)

@@ -26,7 +26,7 @@ from worker import webhooks
 from worker.clock import ClockStep, services
 from worker.tasks import JobsFailed, generate
 
-IO_THREADS = 8
+IO_THREADS = 16
 """Webhooks posted at once."""
 
 # Idle OpenMP threads sleep instead of spinning: where other processes are busy, spinning slows torch down tenfold. Read

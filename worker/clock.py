@@ -18,10 +18,13 @@ from app import models
 from app.broker import Broker, BrokerError
 from app.db import Database
 from app.dispatch import Dispatcher
+from app.files import Shelf
 from app.models import Model
+from app.prompts import Prompts
+from app.rows import Desk
 from app.settings import Settings, get_settings
 from app.vault import Vault
-from worker import webhooks
+from worker import batches, webhooks
 from worker.sweep import Sweeper
 from worker.vital import vital_thread
 
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 POOL_SIZE = 16
 """Database connections of the process: one for each round and each sender of webhooks."""
 DELIVERIES_INTERVAL_S = 0.5
+BATCHES_INTERVAL_S = 0.5
+STRAYS_INTERVAL_S = 3_600.0
 JOIN_TIMEOUT_S = 5.0
 """A round under way at the end gets so long; it is a transaction, or a few, and can be cut anywhere."""
 
@@ -86,9 +91,17 @@ def rounds(opened: Services) -> list[Round]:
         max_deaths=opened.settings.max_deaths,
         on_requeued=opened.dispatcher.nudge,
     )
+    shelf = Shelf(opened.settings)
+    desk = Desk(opened.settings, opened.model, Prompts(opened.model))
     return [
         Round("sweep", opened.settings.sweep_interval_s, sweeper.sweep),
         Round("deliveries", DELIVERIES_INTERVAL_S, lambda: webhooks.send_due(opened.database, opened.broker)),
+        Round(
+            "batches",
+            BATCHES_INTERVAL_S,
+            lambda: batches.advance_batches(opened.database, opened.redis, desk, shelf, nudge=opened.dispatcher.nudge),
+        ),
+        Round("strays", STRAYS_INTERVAL_S, lambda: batches.remove_strays(opened.database, shelf)),
     ]
 
 
