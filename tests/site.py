@@ -1,0 +1,203 @@
+"""A service without its API, for tests that run real workers."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import redis
+from sqlalchemy import select
+
+from app import events, jobs, models, tables
+from app.broker import Broker
+from app.children import spawn
+from app.commands import PROJECT, engine_command, io_command
+from app.db import Database
+from app.dispatch import dispatch
+from app.ids import new_id
+from app.jobs import Submission
+from app.settings import Settings, environment
+from app.tiers import Tier
+from engine.echo import echo_token, write_model
+
+
+@dataclass(frozen=True)
+class Log:
+    """A job's events as they are stored."""
+
+    numbers: list[int]
+    kinds: list[str]
+    text: str
+    """Joined deltas."""
+    token_ids: list[int]
+
+
+class Site:
+    """A service without its API: a database, a broker, a tenant, and worker processes for a test to start and stop."""
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.database_url and settings.redis_url
+        self.settings = settings
+        self.model = models.describe(settings)
+        self.db = Database(settings.database_url, pool_size=16)
+        self.redis = redis.Redis.from_url(settings.redis_url)
+        self.broker = Broker(settings.redis_url)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.tenant_id = new_id("tenant")
+        with self.db.transaction() as session:
+            session.add(tables.Tenant(id=self.tenant_id, name=self.tenant_id, plan="paid", webhook_secret=b""))
+
+    def submit(
+        self, count: int = 1, *, tier: Tier = Tier.PAID, deadline_s: float = 600.0, **sampling: Any
+    ) -> list[str]:
+        """Write jobs, each with a seed of its own, without dispatching them; their ids."""
+        with self.db.transaction() as session:
+            return [
+                jobs.submit(
+                    session,
+                    self.tenant_id,
+                    Submission(
+                        tier=tier,
+                        model=self.model.name,
+                        model_revision=self.model.revision,
+                        prompt_ids=tuple(b"Once upon a time"),
+                        sampling={"max_tokens": 20, "seed": secrets.randbits(40)} | sampling,
+                        deadline_s=deadline_s,
+                        metadata={},
+                    ),
+                    max_queued=1_000_000,
+                )[0].id
+                for _ in range(count)
+            ]
+
+    def dispatch(self) -> int:
+        return dispatch(self.db, self.broker, self.model.name)
+
+    def run(self, count: int = 1, **submission: Any) -> list[str]:
+        """Submit jobs and dispatch them; their ids."""
+        job_ids = self.submit(count, **submission)
+        self.dispatch()
+        return job_ids
+
+    def cancel(self, job_id: str) -> None:
+        with self.db.transaction() as session:
+            _, moved = jobs.cancel(session, self.tenant_id, job_id)
+        events.announce(self.redis, moved)
+
+    def job(self, job_id: str) -> tables.Job:
+        with self.db.transaction() as session:
+            return jobs.find(session, self.tenant_id, job_id)
+
+    def statuses(self, job_ids: Collection[str]) -> Counter[str]:
+        with self.db.transaction() as session:
+            return Counter(session.scalars(select(tables.Job.status).where(tables.Job.id.in_(job_ids))))
+
+    def log(self, job_id: str) -> Log:
+        with self.db.transaction() as session:
+            rows = session.scalars(
+                select(tables.Event).where(tables.Event.job_id == job_id).order_by(tables.Event.number)
+            ).all()
+        return Log(
+            numbers=[row.number for row in rows],
+            kinds=[row.kind for row in rows],
+            text="".join(row.text or "" for row in rows),
+            token_ids=[token_id for row in rows for token_id in row.token_ids or ()],
+        )
+
+    def expected(self, job: tables.Job) -> list[int]:
+        """The tokens that the echo model makes of a job when nothing disturbs it."""
+        with self.db.transaction() as session:
+            row = session.execute(
+                select(tables.Job.prompt_tokens, tables.Job.sampling).where(tables.Job.id == job.id)
+            ).one()
+        start = row.prompt_tokens
+        return [echo_token(row.sampling["seed"], start + n) for n in range(row.sampling["max_tokens"])]
+
+    def check_succeeded(self, job_id: str) -> None:
+        """Once, whole, with its events numbered 1..n and their text equal to the result."""
+        job, log = self.job(job_id), self.log(job_id)
+        assert (job.status, job.finish_reason, job.error) == ("succeeded", "length", None)
+        assert log.numbers == list(range(1, len(log.numbers) + 1))
+        assert log.kinds[0] == "queued" and log.kinds[-1] == "succeeded" and log.kinds.count("succeeded") == 1
+        assert log.token_ids == self.expected(job)
+        assert log.text == job.output_text == bytes(log.token_ids).decode()
+        assert job.completion_tokens == len(log.token_ids)
+
+    def wait_for(self, condition: Callable[[], object], *, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.tails()
+            time.sleep(0.02)
+
+    def wait_until(self, job_ids: Collection[str], status: str, *, timeout_s: float = 30.0) -> None:
+        self.wait_for(lambda: self.statuses(job_ids)[status] == len(job_ids), timeout_s=timeout_s)
+
+    def start_worker(self, number: int = 1, **settings: Any) -> subprocess.Popen[bytes]:
+        """An engine worker, once it is alive in the database."""
+        process = self.spawn(engine_command(number), f"engine{number}", **settings)
+        self.wait_for(lambda: process.poll() is not None or self.worker_of(process) is not None)
+        assert process.poll() is None, self.tails()
+        return process
+
+    def start_io(self, **settings: Any) -> subprocess.Popen[bytes]:
+        return self.spawn(io_command(), "io", **settings)
+
+    def spawn(self, command: list[str], name: str, **settings: Any) -> subprocess.Popen[bytes]:
+        variables = environment(self.settings.model_copy(update=settings))
+        process = spawn(command, environment=variables, cwd=PROJECT, log=self.settings.home / f"{name}.log")
+        self._processes.append(process)
+        return process
+
+    def worker_of(self, process: subprocess.Popen[bytes]) -> tables.Worker | None:
+        """The living incarnation of a worker process."""
+        with self.db.transaction() as session:
+            return session.scalar(
+                select(tables.Worker).where(tables.Worker.pid == process.pid, tables.Worker.dead.is_(False))
+            )
+
+    def stop(self, process: subprocess.Popen[bytes]) -> int:
+        """Ask it to stop; its exit code."""
+        process.terminate()
+        return process.wait(30)
+
+    def tails(self) -> str:
+        """The ends of all logs, to say why a test failed."""
+        return "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in self.settings.home.glob("*.log"))
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
+        self.broker.close()
+        self.redis.close()
+        self.db.close()
+
+
+@pytest.fixture(scope="module")
+def site(database: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """For one test module: an empty broker and database, short leases, a fast echo engine with 16 slots."""
+    home = tmp_path_factory.mktemp("site")
+    write_model(home / "models" / "echo")
+    settings = Settings(
+        home=home,
+        database_url=database,
+        redis_url=redis_url,
+        model="echo",
+        max_num_seqs=16,
+        echo_step_ms=2.0,
+        lease_s=1.5,
+        heartbeat_s=0.2,
+        sweep_interval_s=0.2,
+        drain_s=1.0,
+    )
+    site = Site(settings)
+    site.redis.flushall()
+    yield site
+    site.close()

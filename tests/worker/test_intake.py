@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from app.broker import queue_name
+from app.tiers import Tier
+from worker.intake import FairOrder, Intake
+
+
+def serve(order: FairOrder, tiers: list[Tier], messages: int, *, jobs: int = 1) -> Counter[Tier]:
+    """Take messages from backlogged tiers, always from the one whose turn it is."""
+    served: Counter[Tier] = Counter()
+    for _ in range(messages):
+        tier = order.sort(tiers)[0]
+        order.charge(tier, jobs)
+        served[tier] += 1
+    return served
+
+
+def test_backlogged_tiers_are_served_by_weight() -> None:
+    assert serve(FairOrder(), list(Tier), 13 * 20) == {Tier.PAID: 8 * 20, Tier.FREE: 4 * 20, Tier.BULK: 20}
+
+
+def test_a_message_of_many_jobs_counts_as_many() -> None:
+    order = FairOrder()
+    order.charge(Tier.BULK, 64)
+    # 64 bulk jobs at weight 1 are worth 64 × 4 free jobs at weight 4.
+    assert serve(order, [Tier.FREE, Tier.BULK], 64 * 4) == {Tier.FREE: 64 * 4}
+    assert order.sort([Tier.FREE, Tier.BULK])[0] is Tier.FREE, "of equals the lower rank"
+
+
+def test_an_idle_tier_saves_up_no_share() -> None:
+    order = FairOrder()
+    serve(order, [Tier.BULK], 1000)
+    assert serve(order, [Tier.FREE, Tier.BULK], 5 * 10) == pytest.approx({Tier.FREE: 40, Tier.BULK: 10}, abs=1)
+
+
+def test_of_equals_the_paid_tier_goes_first() -> None:
+    assert FairOrder().sort([Tier.BULK, Tier.FREE, Tier.PAID]) == [Tier.PAID, Tier.FREE, Tier.BULK]
+
+
+QUEUES = [queue_name("m.1", tier) for tier in Tier]
+
+
+@pytest.fixture
+def intake(monkeypatch: pytest.MonkeyPatch) -> Intake:
+    monkeypatch.setattr(Intake, "order", FairOrder())
+    intake = Intake()
+    intake.update(QUEUES)
+    return intake
+
+
+def test_nothing_is_read_before_the_engine_is_there(intake: Intake) -> None:
+    assert intake.consume(3) == []
+
+
+def test_only_tiers_that_the_engine_has_room_for_are_read(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intake, "open_tiers", lambda: {Tier.PAID, Tier.BULK})
+    assert intake.consume(3) == ["paid.m.1", "bulk.m.1"]
+    Intake.order.charge(Tier.PAID, 1)
+    assert intake.consume(3) == ["bulk.m.1", "paid.m.1"]
+
+
+def test_a_new_connection_goes_on_in_the_same_order(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intake, "open_tiers", lambda: set(Tier))
+    Intake.order.charge(Tier.PAID, 1)
+    assert Intake(QUEUES).consume(3) == intake.consume(3) == ["free.m.1", "bulk.m.1", "paid.m.1"]
