@@ -286,9 +286,9 @@ def test_out_of_blocks_the_newest_of_the_highest_rank_yields() -> None:
 
 def test_who_joins_leaves_a_block_for_each_running_sequence_to_grow() -> None:
     bench = Bench(slots=2, num_blocks=4, block_size=4)
-    bench.add("a", prompt=4, max_tokens=4)
+    bench.add("a", prompt=3, max_tokens=4)
     bench.step()
-    bench.add("b", prompt=12, max_tokens=1)  # its three blocks are free, but a needs one of them in the next step
+    bench.add("b", prompt=12, max_tokens=1)  # its three blocks are free, but a needs one of them in the step after next
     assert bench.step() == [("a", 1)]
     bench.run()
     assert list(bench.ends) == ["a", "b"]
