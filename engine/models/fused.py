@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from engine.models.linear import Linear, make_linear
 from engine.models.spec import Llama3Scaling, ModelSpec
 from engine.models.weights import Checkpoint
 
@@ -27,18 +28,14 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's weights, [out, in], merged where one product can stand for several."""
+    """One layer, its projections merged where one product can stand for several."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
+    qkv: Linear
+    output: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 class FusedDecoder:
@@ -54,7 +51,7 @@ class FusedDecoder:
         self._embedding = loader.tensor("model.embed_tokens.weight", vocabulary)
         self._layers = [loader.layer(index) for index in range(spec.layers)]
         self._norm = loader.tensor("model.norm.weight", (spec.hidden_size,))
-        self._head = self._embedding if spec.tied else loader.tensor("lm_head.weight", vocabulary)
+        self._head = make_linear(self._embedding if spec.tied else loader.tensor("lm_head.weight", vocabulary))
         checkpoint.expect_all_taken(but=["lm_head.weight"] if spec.tied else [])
         self._cos, self._sin = rotary_table(spec, dtype=dtype, device=device)
 
@@ -66,18 +63,18 @@ class FusedDecoder:
         hidden = F.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             normed = F.rms_norm(hidden, size, layer.attention_norm, self.spec.norm_eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(count, -1, self.spec.head_dim)  # [T, Q+2K, D]
+            qkv = layer.qkv(normed).view(count, -1, self.spec.head_dim)  # [T, Q+2K, D]
             qk = rotate(qkv[:, :rotated], cos, sin)
             attended = attention(index, qk[:, :heads], qk[:, heads:], qkv[:, rotated:])
-            hidden += F.linear(attended.view(count, -1), layer.output, layer.output_bias)
+            hidden += layer.output(attended.view(count, -1))
             normed = F.rms_norm(hidden, size, layer.mlp_norm, self.spec.norm_eps)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)  # [T, I] each
-            hidden += F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)  # [T, I] each
+            hidden += layer.down(F.silu(gate).mul_(up))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, V] in the model's dtype, from rows of what forward returned, [R, H]."""
-        return F.linear(F.rms_norm(hidden, (self.spec.hidden_size,), self._norm, self.spec.norm_eps), self._head)
+        return self._head(F.rms_norm(hidden, (self.spec.hidden_size,), self._norm, self.spec.norm_eps))
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -125,31 +122,23 @@ class _Loader:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._checkpoint.take(name, shape).to(self._device, self._dtype).contiguous()
 
-    def merged(self, prefix: str, parts: dict[str, tuple[int, ...]]) -> torch.Tensor:
-        """The parts, one below the other."""
-        return torch.cat([self.tensor(prefix + name, shape) for name, shape in parts.items()])
-
     def layer(self, index: int) -> Layer:
         spec, prefix = self._spec, f"model.layers.{index}."
-        hidden, inner = spec.hidden_size, spec.intermediate_size
         q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        gate_up = {"gate_proj": inner, "up_proj": inner}
+        qkv = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+        gate_up = {"mlp.gate_proj": spec.intermediate_size, "mlp.up_proj": spec.intermediate_size}
+        output, down = {"self_attn.o_proj": spec.hidden_size}, {"mlp.down_proj": spec.hidden_size}
         return Layer(
-            attention_norm=self.tensor(prefix + "input_layernorm.weight", (hidden,)),
-            qkv=self._weight(prefix + "self_attn.", qkv, hidden),
-            qkv_bias=self._bias(prefix + "self_attn.", qkv, spec.attention_bias),
-            output=self._weight(prefix + "self_attn.", {"o_proj": hidden}, q_size),
-            output_bias=self._bias(prefix + "self_attn.", {"o_proj": hidden}, spec.attention_bias),
-            mlp_norm=self.tensor(prefix + "post_attention_layernorm.weight", (hidden,)),
-            gate_up=self._weight(prefix + "mlp.", gate_up, hidden),
-            gate_up_bias=self._bias(prefix + "mlp.", gate_up, spec.mlp_bias),
-            down=self._weight(prefix + "mlp.", {"down_proj": hidden}, inner),
-            down_bias=self._bias(prefix + "mlp.", {"down_proj": hidden}, spec.mlp_bias),
+            attention_norm=self.tensor(prefix + "input_layernorm.weight", (spec.hidden_size,)),
+            qkv=self._linear(prefix, qkv, spec.hidden_size, spec.attention_bias),
+            output=self._linear(prefix, output, q_size, spec.attention_bias),
+            mlp_norm=self.tensor(prefix + "post_attention_layernorm.weight", (spec.hidden_size,)),
+            gate_up=self._linear(prefix, gate_up, spec.hidden_size, spec.mlp_bias),
+            down=self._linear(prefix, down, spec.intermediate_size, spec.mlp_bias),
         )
 
-    def _weight(self, prefix: str, outputs: dict[str, int], inputs: int) -> torch.Tensor:
-        return self.merged(prefix, {f"{name}.weight": (size, inputs) for name, size in outputs.items()})
-
-    def _bias(self, prefix: str, outputs: dict[str, int], present: bool) -> torch.Tensor | None:
-        return self.merged(prefix, {f"{name}.bias": (size,) for name, size in outputs.items()}) if present else None
+    def _linear(self, prefix: str, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
+        """The projections named in `outputs`, with their sizes, as one: their rows one below the other."""
+        weights = [self.tensor(f"{prefix}{name}.weight", (size, inputs)) for name, size in outputs.items()]
+        biases = [self.tensor(f"{prefix}{name}.bias", (size,)) for name, size in outputs.items() if has_bias]
+        return make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
