@@ -14,6 +14,7 @@ from types import FrameType
 
 import httpx
 from sqlalchemy import func, select
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from app import access, models, tenants
@@ -128,18 +129,18 @@ class Supervisor:
         self._servers_started_at = time.monotonic()
         migrate(servers.database_url)
         self._prepare_model()
+        model = models.describe(self._settings)
         database = Database(servers.database_url)
         try:
             granted = self._grant_access(database)
             self._start_children()
-            while not self._is_ready(database):
+            while (pids := self._ready_engines(database, granted.url)) is None:
                 self._tick(servers)
                 if self._signals:
                     raise Stopped
         finally:
             database.close()
-        pids = [engine.pid for engine in self._engines if engine.pid is not None]
-        on_ready(Ready(granted, models.describe(self._settings).name, pids))
+        on_ready(Ready(granted, model.name, pids))
         while not self._signals:
             self._tick(servers)
 
@@ -188,21 +189,18 @@ class Supervisor:
     def _children(self) -> list[Child]:
         return [*self._api, *self._io, *self._engines]
 
-    def _is_ready(self, database: Database) -> bool:
-        """Whether the API says so and each engine worker has a live row: its model is loaded."""
-        pids = {engine.pid for engine in self._engines}
-        if None in pids:
-            return False
-        try:
-            answer = httpx.get(f"http://127.0.0.1:{self._settings.port}/readyz", timeout=5, trust_env=False)
-        except httpx.TransportError:
-            return False
-        if answer.status_code != 200:
-            return False
+    def _ready_engines(self, database: Database, url: str) -> list[int] | None:
+        """The process ids of all engine workers once each has a live row (its model is loaded) and the API is ready."""
+        pids = [engine.pid for engine in self._engines if engine.pid is not None]
+        if len(pids) < self._num_workers or not _answers_ready(url):
+            return None
         fresh = func.extract("epoch", NOW - Worker.heartbeat_at) < self._settings.lease_s
-        with database.transaction() as session:
-            alive = set(session.scalars(select(Worker.pid).where(Worker.dead.is_(False), fresh)))
-        return pids <= alive
+        try:
+            with database.transaction() as session:
+                alive = set(session.scalars(select(Worker.pid).where(Worker.dead.is_(False), fresh)))
+        except OperationalError:  # it died in this moment, and will be started again
+            return None
+        return pids if alive.issuperset(pids) else None
 
     def _tick(self, servers: Servers) -> None:
         """Look after every process once, then wait a moment."""
@@ -221,8 +219,11 @@ class Supervisor:
             self._servers_start_at = now + pause
             self._report(f"{' and '.join(dead)} ended; starts again in {pause:g} s")
         elif now >= self._servers_start_at:
-            servers.restart_dead()
             self._servers_started_at, self._servers_start_at = now, None
+            try:
+                servers.restart_dead()
+            except SetupError as error:  # what a killed server left behind is not gone yet: the next look tries again
+                self._report(str(error))
 
     def _look_after(self, child: Child) -> None:
         """Raises SetupError when a new start would not help."""
@@ -273,6 +274,13 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _answers_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=5, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _grant(session: Session, vault: Vault, home: Home, *, url: str) -> Access:

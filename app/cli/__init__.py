@@ -9,6 +9,7 @@ import click
 from pydantic import ValidationError
 
 from app.errors import SetupError
+from app.settings import complaint
 
 _COMMANDS = ("batch", "cancel", "demo", "doctor", "keys", "submit", "up", "watch")
 """Each is the module of this package that holds the command of the same name."""
@@ -35,14 +36,7 @@ class _Commands(click.Group):
         except SetupError as error:
             raise click.ClickException(str(error)) from None
         except ValidationError as error:
-            raise click.ClickException("\n".join(_wrong_settings(error))) from None
-
-
-def _wrong_settings(error: ValidationError) -> list[str]:
-    return [
-        f"EVERBATCH_{'_'.join(map(str, each['loc'])).upper()} is {each['input']!r}: {each['msg']}"
-        for each in error.errors()
-    ]
+            raise click.ClickException(complaint(error)) from None
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
