@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -224,7 +224,7 @@ def submit(
         if earlier is not None:
             return earlier, [], False
     _refuse_when_full(session, tenant_id, max_queued)
-    job = _new_job(session, tenant_id, submission)
+    job = _new_job(tenant_id, submission, db.now(session))
     if idempotency is not None and not _remember(session, tenant_id, idempotency, job.id):
         # Somebody else used the key at the same moment and has committed since: his job is the one. Nothing of ours
         # was written yet, and the next statement of a READ COMMITTED transaction sees what he wrote.
@@ -238,7 +238,8 @@ def submit(
 
 def submit_rows(session: Session, tenant_id: str, rows: Sequence[Submission]) -> list[Event]:
     """Write the jobs of a batch's rows, all in state queued."""
-    jobs = [_new_job(session, tenant_id, row) for row in rows]
+    moment = db.now(session)
+    jobs = [_new_job(tenant_id, row, moment) for row in rows]
     session.add_all(jobs)
     session.flush()
     return [_first_event(session, job) for job in jobs]
@@ -269,15 +270,16 @@ def reject_row(
         row_number=row_number,
         custom_id=custom_id,
     )
-    job = _new_job(session, tenant_id, submission)
+    job = _new_job(tenant_id, submission, db.now(session))
     session.add(job)
     session.flush()
     job.error = dict(error)
-    return [_first_event(session, job), *move(session, [job], Status.FAILED)]
+    first = _first_event(session, job)
+    session.flush()  # move() numbers its event by what is written
+    return [first, *move(session, [job], Status.FAILED)]
 
 
-def _new_job(session: Session, tenant_id: str, submission: Submission) -> Job:
-    moment = db.now(session)
+def _new_job(tenant_id: str, submission: Submission, moment: datetime) -> Job:
     return Job(
         id=new_id("job"),
         tenant_id=tenant_id,
