@@ -29,17 +29,22 @@ Numbered = Sequence[tuple[str, int]]
 
 _DISPATCH = text(
     """
-    update jobs set dispatch_number = nextval('dispatch_numbers'), dispatched_at = clock_timestamp()
-    where id in (
-        select id from jobs
+    with chosen as materialized (
+        select id, handed_back from jobs
         where status = 'queued' and dispatch_number is null and model = :model and tier = :tier
         order by handed_back desc, id
         limit :room
         for update skip locked
+    ), numbered as materialized (
+        select id, nextval('dispatch_numbers') as number
+        from (select id from chosen order by handed_back desc, id) as in_order
     )
-    returning id, dispatch_number
+    update jobs set dispatch_number = numbered.number, dispatched_at = clock_timestamp()
+    from numbered where jobs.id = numbered.id
+    returning jobs.id, jobs.dispatch_number
     """
 )
+"""Numbers are drawn row by row from the sorted rows: an update alone would draw them in the order of its own plan."""
 
 
 def dispatch(database: Database, broker: Broker, model: str) -> int:
