@@ -6,12 +6,19 @@ import time
 
 from flask import Flask, Response, g, request
 
-from app.api import errors, events, health, jobs, models
+from app.api import batches, errors, events, files, health, jobs, models
 from app.api.services import PerProcess, services
 from app.ids import new_id
 from app.settings import Settings, get_settings
 
-_BLUEPRINTS = (health.blueprint, models.blueprint, jobs.blueprint, events.blueprint)
+_BLUEPRINTS = (
+    health.blueprint,
+    models.blueprint,
+    jobs.blueprint,
+    events.blueprint,
+    files.blueprint,
+    batches.blueprint,
+)
 
 
 def create_app(settings: Settings | None = None) -> Flask:

@@ -74,8 +74,8 @@ def _blocks(own: Services, job_id: str, after: int) -> Iterator[bytes]:
 
 
 def block(event: Event) -> bytes:
-    """An event on the wire, in the same bytes whether it is live or replayed from a row, which sorts keys in its own way.
+    """An event on the wire; its JSON is ASCII, so that no text in it can break a line.
 
-    Its JSON is ASCII, so that no text in it can break a line.
+    Keys are sorted, because a row has them in an order of its own: live and replayed events are the same bytes.
     """
     return f"id: {event.number}\nevent: {event.kind}\ndata: {json.dumps(event.data, sort_keys=True)}\n\n".encode()

@@ -12,6 +12,7 @@ import redis as redis_client
 from sqlalchemy import update
 
 from app import events, jobs, models, tenants
+from app.children import wait_until
 from app.db import Database
 from app.events import Delta, Event
 from app.ids import new_id
@@ -82,33 +83,35 @@ def owner(new_tenant: Callable[..., Owner]) -> Owner:
     return new_tenant()
 
 
-SUBMISSION = Submission(
-    tier=Tier.PAID,
-    model="echo",
-    model_revision="0123456789ab",
-    prompt_ids=(104, 105),
-    sampling={
-        "max_tokens": 8,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "seed": 7,
-        "stop": [],
-        "ignore_eos": False,
-    },
-    deadline_s=3600.0,
-    metadata={},
-)
+@pytest.fixture(scope="session")
+def submission() -> Submission:
+    return Submission(
+        tier=Tier.PAID,
+        model="echo",
+        model_revision="0123456789ab",
+        prompt_ids=(104, 105),
+        sampling={
+            "max_tokens": 8,
+            "temperature": 0.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "seed": 7,
+            "stop": [],
+            "ignore_eos": False,
+        },
+        deadline_s=3600.0,
+        metadata={},
+    )
 
 
 @pytest.fixture
-def submit(db: Database, owner: Owner) -> Callable[..., str]:
+def submit(db: Database, owner: Owner, submission: Submission) -> Callable[..., str]:
     """Writes a job of the test's tenant, with fields of Submission changed, and returns its id."""
 
     def write(**changes: object) -> str:
         with db.transaction() as session:
-            submission = dataclasses.replace(SUBMISSION, **changes)  # type: ignore[arg-type]
-            job, _, _ = jobs.submit(session, owner.tenant_id, submission, max_queued=1000)
+            changed = dataclasses.replace(submission, **changes)  # type: ignore[arg-type]
+            job, _, _ = jobs.submit(session, owner.tenant_id, changed, max_queued=1000)
             return job.id
 
     return write
@@ -133,6 +136,12 @@ class HandWorker:
         events.announce(self.redis, jobs.started_events(claims))
         return claims
 
+    def take(self, job_id: str) -> Claim:
+        """Claim one job that nobody else wants, as soon as the dispatcher that a submission nudged has let go of it."""
+        claims: list[Claim] = []
+        assert wait_until(lambda: bool(claims.extend(self.claim(job_id)) or claims), 10)
+        return claims[0]
+
     def write(self, claim: Claim, text: str, number: int) -> list[Event]:
         """One event of as many tokens as text has bytes, to be stored as event number."""
         delta = Delta(claim.job_id, claim.attempt, number, text, tuple(text.encode()))
@@ -152,7 +161,7 @@ class HandWorker:
 
     def run(self, job_id: str, *texts: str) -> None:
         """Run a job from claim to success, one event per text."""
-        (claim,) = self.claim(job_id)
+        claim = self.take(job_id)
         for number, text in enumerate(texts, claim.last_event + 1):
             self.write(claim, text, number)
         self.finish(claim)

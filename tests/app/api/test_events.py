@@ -122,7 +122,7 @@ def test_a_follower_gets_each_event_as_it_comes(listener: Listener, submit: Any,
     with listener.open(job_id) as answer:
         stream = Blocks(answer)
         assert stream.next()[1] == "queued"
-        (claim,) = worker.claim(job_id)
+        claim = worker.take(job_id)
         assert stream.next()[1] == "running"
         for number, text in enumerate(TEXTS, 3):
             worker.write(claim, text, number)
@@ -134,7 +134,7 @@ def test_a_follower_gets_each_event_as_it_comes(listener: Listener, submit: Any,
 
 def test_a_dropped_stream_resumes_without_gap_or_repeat(listener: Listener, submit: Any, worker: Any) -> None:
     job_id = submit()
-    (claim,) = worker.claim(job_id)
+    claim = worker.take(job_id)
     seen = []
     for number, text in enumerate(TEXTS, 3):
         worker.write(claim, text, number)
@@ -150,7 +150,7 @@ def test_a_dropped_stream_resumes_without_gap_or_repeat(listener: Listener, subm
 
 def test_a_number_ahead_of_a_running_job_waits_for_its_end(listener: Listener, submit: Any, worker: Any) -> None:
     job_id = submit()
-    (claim,) = worker.claim(job_id)
+    claim = worker.take(job_id)
     with listener.open(job_id, last="50") as answer:
         worker.write(claim, "unseen", 3)
         worker.finish(claim)

@@ -98,7 +98,7 @@ def test_max_tokens_defaults_to_what_fits(call: Any, db: Database) -> None:
 def test_the_deadline_counts_from_the_submission(call: Any, db: Database, settings: Settings) -> None:
     own, default = (call.submit(**body).get_json()["id"] for body in ({"deadline": 90}, {}))
     with db.transaction() as session:
-        spans = dict(session.execute(select(Job.id, Job.deadline_at - Job.created_at)).tuples().all())
+        spans = {row[0]: row[1] for row in session.execute(select(Job.id, Job.deadline_at - Job.created_at))}
     assert spans[own] == timedelta(seconds=90)
     assert spans[default] == timedelta(seconds=settings.deadline_s)
 
@@ -184,7 +184,7 @@ def test_twenty_submissions_at_once_with_one_key_make_one_job(call: Any, db: Dat
 
 def test_a_running_job_shows_what_there_is_so_far(call: Any, worker: Any) -> None:
     job_id = call.submit().get_json()["id"]
-    (claim,) = worker.claim(job_id)
+    claim = worker.take(job_id)
     worker.write(claim, "abc", 3)
     job = call("GET", f"/v1/jobs/{job_id}").get_json()
     assert (job["status"], job["attempt"]) == ("running", 1)
@@ -245,7 +245,7 @@ def test_a_wrong_query_is_refused_by_name(call: Any, query: str, field: str) -> 
 
 def test_cancel_ends_a_job_and_keeps_its_text(call: Any, worker: Any) -> None:
     job_id = call.submit().get_json()["id"]
-    (claim,) = worker.claim(job_id)
+    claim = worker.take(job_id)
     worker.write(claim, "so far", 3)
     answer = call("POST", f"/v1/jobs/{job_id}/cancel", headers={"Content-Type": "application/json"})
     assert answer.status_code == 200
@@ -267,7 +267,7 @@ def test_cancelling_a_finished_job_is_a_409_that_nobody_should_retry(call: Any, 
 def test_a_deleted_job_is_gone(call: Any, worker: Any, state: str) -> None:
     job_id = call.submit().get_json()["id"]
     if state == "running":
-        worker.claim(job_id)
+        worker.take(job_id)
     if state == "succeeded":
         worker.run(job_id, "text")
     answer = call("DELETE", f"/v1/jobs/{job_id}", headers={"Content-Type": "application/json"})
@@ -298,7 +298,7 @@ def test_somebody_elses_job_looks_like_none(
     stranger: Callable[..., TestResponse] = call_as(new_tenant())
     job_id = call.submit().get_json()["id"]
     if state == "running":
-        worker.claim(job_id)
+        worker.take(job_id)
     if state == "succeeded":
         worker.run(job_id, "secret")
     unknown_id = "job_" + "0" * 32
