@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import json
 import shutil
 import subprocess
@@ -24,6 +25,9 @@ from app.embedded import Servers
 from app.settings import Settings, environment
 from app.supervisor import Ready
 from engine.models import prepare
+
+# Before anything imports torch: threads that spin while they wait take the cores from the other processes of a test.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")
