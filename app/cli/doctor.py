@@ -67,7 +67,6 @@ def examine(settings: Settings) -> Iterator[Finding]:
     settings = settings.model_copy(update={"home": home.path})
     yield _python()
     yield _packages()
-    yield _torch()
     yield from _home(home)
     yield _model(settings)
     yield _keys(home)
@@ -76,6 +75,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     else:
         yield _port(settings)
         yield from _servers(settings)
+    yield _torch()
 
 
 def _python() -> Finding:
