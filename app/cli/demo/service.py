@@ -66,6 +66,7 @@ def service(settings: Settings, *, slots: int) -> Iterator[Service]:
                 "metrics_port": 0,
                 "max_num_seqs": slots,
                 "webhook_allow_private": True,
+                "echo_step_ms": 50.0,  # as slow as a small model on a CPU: there must be a middle to kill it in
             }
         )
         with _up(ours) as running:

@@ -104,7 +104,9 @@ class Story:
     def _mix_tiers(self, recorded: Recorder) -> None:
         before = recorded.readings[-1]
         for client in [self._free] * 3 + [self._paid] * 3:
-            self._submit(client, prompt=f"A short tale of the {_SUBJECTS[len(self._owners)]}:", max_tokens=48)
+            self._submit(
+                client, prompt=f"A short tale of the {_SUBJECTS[len(self._owners) % len(_SUBJECTS)]}:", max_tokens=48
+            )
         self._narrator.line("Then 3 free and 3 paid jobs went to /v1/jobs.")
         mixed = _wait_for(recorded, lambda reading: reading.has_all_tiers, "all three tiers in one running batch")
         counts = ", ".join(f"{mixed.running[tier]} {tier.value}" for tier in Tier)
@@ -285,7 +287,7 @@ class Story:
             reading.generated_tokens == missing,
         )
         self._narrator.claim(
-            f"It took up the {kept} that were kept: {reading.recomputed_tokens} were prefilled again.",
+            f"It took up the {kept} that were kept: {reading.recomputed_tokens} with their prompts were prefilled again.",
             reading.recomputed_tokens >= kept,
         )
         self._figures["Tokens kept over kill -9"] = f"{kept} of {kept + missing}, {missing} decoded after it"
