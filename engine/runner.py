@@ -20,6 +20,8 @@ from engine.step import Chunk, StepPlan
 
 BLOCK_SIZE = 32
 """Positions in a KV block."""
+MIN_LANE_TOKENS = 4
+"""A further lane is used from so many tokens on for each: with fewer, reading the weights is all that a lane does."""
 
 
 class ModelRunner:
@@ -105,7 +107,9 @@ def share(chunks: Sequence[Chunk], lanes: int) -> list[list[int]]:
     attention over 20 positions (135 M parameters, bf16, one core of a Xeon with AMX: 140 μs and 7 μs).
     """
     costs = [20 * len(chunk.token_ids) + chunk.start + len(chunk.token_ids) for chunk in chunks]
-    loads, shares = [0] * lanes, [[] for _ in range(lanes)]  # type: list[int], list[list[int]]
+    lanes = max(1, min(lanes, sum(len(chunk.token_ids) for chunk in chunks) // MIN_LANE_TOKENS))
+    loads = [0] * lanes
+    shares: list[list[int]] = [[] for _ in range(lanes)]
     for index in sorted(range(len(chunks)), key=costs.__getitem__, reverse=True):
         lane = loads.index(min(loads))
         loads[lane] += costs[index]

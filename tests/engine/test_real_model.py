@@ -1,0 +1,143 @@
+"""The engine on a real model: 64 jobs of mixed length, batched, against transformers on each alone."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from engine.config import EngineConfig, build
+from engine.request import Engine, Finish, Output, Request, Sampling
+
+TIE = 1e-4
+"""Logits closer than this are a tie: fp32 sums in another order may decide it either way."""
+TEXT = (
+    "The lighthouse keeper wrote down the weather every morning: wind from the west, a low sea, gulls on the rail. "
+    "In the village below, people said that the light had never failed since the year of the great storm, when two "
+    "ships were saved and a third was not. Nobody remembered the names. Water boils at a lower temperature on a "
+    "mountain because the air presses on it less; sound travels faster in warm air than in cold; and a clock that "
+    "moves runs slow. She taught these things to the children in winter, with chalk on the back of the door."
+)
+
+
+@dataclass
+class Collected:
+    """The outputs of an engine, put together."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    finishes: dict[str, Finish] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __call__(self, outputs: Sequence[Output]) -> None:
+        with self.changed:
+            for output in outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                self.texts[output.request_id] = self.texts.get(output.request_id, "") + output.text
+                if output.finish:
+                    self.finishes[output.request_id] = output.finish
+            self.changed.notify_all()
+
+    def wait(self, engine: Engine, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.finishes) == count or engine.failure, timeout=600)
+        assert engine.failure is None
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def jobs(tokenizer: Tokenizer) -> list[Request]:
+    """64 greedy jobs: prompts of 3 to 110 tokens of prose, 4 to 24 tokens to generate."""
+    ids, draw = tokenizer.encode(TEXT).ids, random.Random(64)
+    jobs = []
+    for index in range(64):
+        length = draw.randint(3, len(ids))
+        start = draw.randint(0, len(ids) - length)
+        sampling = Sampling(draw.randint(4, 24), temperature=0.0, ignore_eos=index % 2 == 0)
+        jobs.append(Request(str(index), tuple(ids[start : start + length]), sampling))
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_dir: Path) -> Iterator[torch.nn.Module]:
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32, local_files_only=True)
+    yield model.eval()
+
+
+def run(config: EngineConfig, requests: Sequence[Request]) -> Collected:
+    collected = Collected()
+    engine = build(config)
+    try:
+        engine.start(collected)
+        for request in requests:
+            engine.submit(request)
+        collected.wait(engine, len(requests))
+        assert engine.stats().blocks_used == 0
+    finally:
+        engine.close()
+    return collected
+
+
+def find_ties(request: Request, generated: list[int], reference: torch.nn.Module) -> list[str]:
+    """Where two logits tie; fails where a token is not transformers' choice after the tokens before it.
+
+    One forward over prompt and output stands for generate: if each token is the greedy choice after those before it,
+    the output is what greedy generation makes.
+    """
+    prompt = list(request.prompt_ids)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + generated[:-1]])).logits[0, len(prompt) - 1 :]
+    ties = []
+    for position, (token, row) in enumerate(zip(generated, logits, strict=True)):
+        gap = float(row.max() - row[token])
+        assert gap <= TIE, f"job {request.id}, token {position}: {token} is {gap:.2e} below {int(row.argmax())}"
+        if token != int(row.argmax()):
+            ties.append(f"job {request.id}, token {position}: {token} and {int(row.argmax())} tie within {gap:.1e}")
+    return ties
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_batched_greedy_tokens_are_those_of_transformers_alone(
+    count: int,
+    jobs: list[Request],
+    smollm2_dir: Path,
+    reference: torch.nn.Module,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = EngineConfig(smollm2_dir, dtype="float32", max_num_seqs=count // 2, max_num_batched_tokens=48)
+    collected = run(config, jobs[:count])
+    for job in jobs[:count]:
+        generated = collected.tokens[job.id]
+        assert len(generated) == job.sampling.max_tokens or collected.finishes[job.id] is Finish.STOP
+        ties = find_ties(job, generated, reference)
+        with capsys.disabled():
+            sys.stdout.writelines(f"{tie}\n" for tie in ties)
+
+
+def test_text_is_what_the_tokens_say(smollm2_dir: Path, tokenizer: Tokenizer) -> None:
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    request = Request("paris", tuple(tokenizer.encode(prompt).ids), Sampling(40, temperature=0.0))
+    collected = run(EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1), [request])
+    assert collected.texts["paris"] == "The capital of France is Paris."
+    assert collected.finishes["paris"] is Finish.STOP
+
+
+def test_a_resumed_request_goes_on_with_the_same_random_stream(smollm2_dir: Path, jobs: list[Request]) -> None:
+    sampling = Sampling(12, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True)
+    whole = Request("whole", jobs[0].prompt_ids, sampling)
+    config = EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1)
+    tokens = run(config, [whole, *jobs[1:4]]).tokens["whole"]
+    rest = Request("rest", whole.prompt_ids, sampling, resumed_ids=tuple(tokens[:5]))
+    assert run(config, [rest]).tokens["rest"] == tokens[5:]
