@@ -287,7 +287,7 @@ class Story:
             reading.generated_tokens == missing,
         )
         self._narrator.claim(
-            f"It took up the {kept} that were kept: {reading.recomputed_tokens} with their prompts were prefilled again.",
+            f"It prefilled {reading.recomputed_tokens} again: the prompts and the {kept} tokens that were kept.",
             reading.recomputed_tokens >= kept,
         )
         self._figures["Tokens kept over kill -9"] = f"{kept} of {kept + missing}, {missing} decoded after it"
