@@ -103,10 +103,8 @@ class Story:
 
     def _mix_tiers(self, recorded: Recorder) -> None:
         before = recorded.readings[-1]
-        for client in [self._free] * 3 + [self._paid] * 3:
-            self._submit(
-                client, prompt=f"A short tale of the {_SUBJECTS[len(self._owners) % len(_SUBJECTS)]}:", max_tokens=48
-            )
+        for client, subject in zip([self._free] * 3 + [self._paid] * 3, _SUBJECTS, strict=False):
+            self._submit(client, prompt=f"A short tale of the {subject}:", max_tokens=48)
         self._narrator.line("Then 3 free and 3 paid jobs went to /v1/jobs.")
         mixed = _wait_for(recorded, lambda reading: reading.has_all_tiers, "all three tiers in one running batch")
         counts = ", ".join(f"{mixed.running[tier]} {tier.value}" for tier in Tier)
