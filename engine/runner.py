@@ -134,7 +134,7 @@ def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, devic
 def _activation_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """A bound on what a step takes beside weights and cache: hidden states, MLP, scores of a piece, logits, in fp32."""
     per_token = 8 * spec.hidden_size + 4 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
-    scores = config.max_num_batched_tokens * spec.max_positions
+    scores = 2 * spec.heads * config.max_num_batched_tokens * spec.max_positions
     return 4 * (config.max_num_batched_tokens * per_token + scores + 4 * config.max_num_seqs * spec.vocab_size)
 
 
