@@ -10,15 +10,17 @@ import logging
 from http import HTTPStatus
 
 from flask import Flask, Response, g, request
+from gunicorn.http.errors import ParseException
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from app.api.services import services
-from app.errors import PayloadTooLarge, Refusal, Unauthenticated, Unavailable
+from app.errors import MalformedBody, PayloadTooLarge, Refusal, Unauthenticated, Unavailable
 
 logger = logging.getLogger(__name__)
 
+CONTENT_TYPE = "application/problem+json"
 DATABASE_AWAY = (OperationalError, InterfaceError, PoolTimeout)
 """What SQLAlchemy raises while the database does not answer, or answers nobody more."""
 
@@ -27,6 +29,7 @@ def register(app: Flask) -> None:
     """Answer every exception of the app's routes, and of routes that do not exist."""
     app.register_error_handler(Refusal, _refused)
     app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(ParseException, _broken_chunks)
     for kind in DATABASE_AWAY:
         app.register_error_handler(kind, _database_away)
     app.register_error_handler(Exception, _unexpected)
@@ -56,6 +59,11 @@ def _http_error(error: HTTPException) -> Response:
     return answer
 
 
+def _broken_chunks(error: Exception) -> Response:
+    """The server reads a chunked body while we do, and finds its mistakes then."""
+    return _refused(MalformedBody("The body is not in well-formed chunks"))
+
+
 def _database_away(error: Exception) -> Response:
     logger.warning("%s: the database does not answer: %s", g.get("request_id"), type(error).__name__)
     return _refused(Unavailable("The database does not answer at the moment"))
@@ -69,15 +77,22 @@ def _unexpected(error: Exception) -> Response:
 def problem(status: int, code: str, detail: str, *, param: str | None = None) -> Response:
     """An error's answer, counted by its code."""
     services().metrics.refusals.labels(code).inc()
-    body = {
+    body = document(status, code, detail, param=param, instance=request.path)
+    return Response(body, status=status, content_type=CONTENT_TYPE)
+
+
+def document(status: int, code: str, detail: str, *, param: str | None = None, instance: str | None = None) -> str:
+    """The JSON text of an error; instance is the path that was asked for, where one could be read."""
+    error = {"message": detail, "type": _openai_type(status), "param": param, "code": code}
+    members = {
         "type": f"urn:everbatch:error:{code}",
         "title": HTTPStatus(status).phrase,
         "status": status,
         "detail": detail,
-        "instance": request.path,
-        "error": {"message": detail, "type": _openai_type(status), "param": param, "code": code},
+        "instance": instance,
+        "error": error,
     }
-    return Response(json.dumps(body) + "\n", status=status, content_type="application/problem+json")
+    return json.dumps({name: value for name, value in members.items() if value is not None}) + "\n"
 
 
 def _openai_type(status: int) -> str:

@@ -1,20 +1,41 @@
-"""gunicorn's threaded worker, taught to end event streams when it is asked to stop.
+"""gunicorn's threaded worker, taught to end event streams when it stops, and to refuse broken HTTP in JSON.
 
 gunicorn "app.api:create_app()" --worker-class app.api.server.Worker --threads 256
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+from http import HTTPStatus
 from typing import Any
 
 from flask import Flask
+from gunicorn import util
 from gunicorn.arbiter import Arbiter
+from gunicorn.http.errors import (
+    ExpectationFailed,
+    LimitRequestHeaders,
+    LimitRequestLine,
+    ParseException,
+    UnsupportedTransferCoding,
+)
 from gunicorn.workers.gthread import ThreadWorker
 
 from app import logs
+from app.api import errors
 from app.api.services import PerProcess
 from app.errors import SetupError
+
+logger = logging.getLogger(__name__)
+
+_STATUSES: dict[type[Exception], HTTPStatus] = {
+    LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
+    LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    ExpectationFailed: HTTPStatus.EXPECTATION_FAILED,
+    UnsupportedTransferCoding: HTTPStatus.NOT_IMPLEMENTED,
+}
+"""Of requests that HTTP itself refuses; all others are bad ones."""
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]
@@ -36,6 +57,24 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         super().handle_exit(signal, frame)
         if self.booted:
             self._services().get().end_streams()
+
+    def handle_error(self, req: Any, client: Any, addr: Any, exc: Exception) -> None:
+        """Answer what never reached the application, or broke outside it.
+
+        What the request held is not logged: a key may be in it.
+        """
+        status = _STATUSES.get(type(exc), HTTPStatus.BAD_REQUEST)
+        if not isinstance(exc, ParseException):
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+        logger.warning("a request broke: %s", type(exc).__name__, exc_info=exc if status >= 500 else None)
+        body = errors.document(status, status.name.lower(), f"The request cannot be read: {status.phrase}")
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nConnection: close\r\nContent-Type: {errors.CONTENT_TYPE}\r\n"
+        )
+        try:
+            util.write_nonblock(client, f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        except OSError as error:
+            logger.info("an error was not told: %s", type(error).__name__)  # the client has gone
 
     def _services(self) -> PerProcess:
         app: Flask = self.wsgi

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from typing import Any
 
 import httpx
+import pytest
 
 from app.settings import Settings
 
@@ -49,6 +51,34 @@ def test_a_model_that_cannot_be_served_ends_the_start_with_one_line(serving: Any
         log = server.log.read_text()
     assert "EVERBATCH_MODEL: '/nowhere' has no readable config.json" in log
     assert "Traceback" not in log
+
+
+BROKEN = [
+    (b"GET /" + b"x" * 16_000 + b" HTTP/1.1\r\n\r\n", 414),
+    (b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"x" * 100_000 + b"\r\n\r\n", 431),
+    (b"nonsense\r\n\r\n", 400),
+    (b"GET /healthz HTTP/9.9\r\nHost: x\r\n\r\n", 400),
+    (b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\0\r\n\r\n", 400),
+    (
+        b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nAuthorization: Bearer {key}\r\n\r\nXX\r\n",
+        400,
+    ),
+]
+
+
+@pytest.mark.parametrize(("sent", "status"), BROKEN)
+def test_broken_http_is_refused_in_json_and_never_logged(server: Any, owner: Any, sent: bytes, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10) as connection:
+        connection.sendall(sent.replace(b"{key}", owner.key.encode()))
+        answer = b""
+        while not answer.partition(b"\r\n\r\n")[2]:
+            answer += (piece := connection.recv(65_536))
+            assert piece, "the connection was closed without an answer"
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"application/problem+json" in head
+    assert json.loads(body)["status"] == status
+    assert "SECRET" not in server.log.read_text()
 
 
 def test_the_log_is_json_and_names_the_metrics_port(server: Any) -> None:
