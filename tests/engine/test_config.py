@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, build
+from engine.echo import write_model
+from engine.errors import ModelError
+
+
+def test_the_echo_engine_is_built_without_torch(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    program = (
+        "import pathlib, sys\n"
+        "from engine.config import EngineConfig, build\n"
+        f"engine = build(EngineConfig(pathlib.Path({str(tmp_path)!r}), max_num_seqs=3))\n"
+        "assert engine.stats().slots == 3\n"
+        "engine.close()\n"
+        "assert not {'torch', 'transformers', 'triton'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "config.json cannot be read"),
+        ('{"model_type": "bert"}', "model type 'bert' is not supported"),
+        ('{"model_type": "echo"}', "tokenizer.json cannot be used"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_in_one_sentence(
+    config: str | None, message: str, tmp_path: Path
+) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=message) as refusal:
+        build(EngineConfig(tmp_path))
+    assert "\n" not in str(refusal.value)
