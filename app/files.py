@@ -29,6 +29,7 @@ UPLOAD_PURPOSES = ("batch",)
 """What a client may upload a file for."""
 BATCH_OUTPUT = "batch_output"
 """The purpose of files that a batch wrote."""
+PURPOSES = (*UPLOAD_PURPOSES, BATCH_OUTPUT)
 STRAY_AFTER_S = 86_400.0
 
 _MAX_FILENAME_LENGTH = 255

@@ -123,7 +123,7 @@ def _may_be_public(host: str) -> bool:
         # Resolvers read 2130706433, 0x7f.1 and 0177.0.0.1 as IPv4 addresses; only the plain form is taken.
         return _is_public_literal(host)
     is_internal = any(".".join(labels).endswith(f".{name}") for name in _INTERNAL_NAMES)
-    return len(labels) > 1 and all(labels) and not is_internal
+    return len(labels) > 1 and all(0 < len(label) < 64 for label in labels) and not is_internal
 
 
 def _is_public_literal(text: str) -> bool:

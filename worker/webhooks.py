@@ -93,7 +93,7 @@ def post(outgoing: Outgoing, delivery_id: str, settings: Settings) -> Outcome:
                 _read_away(reply, deadline)
         except InvalidRequest as refusal:
             return Outcome(error=refusal.message)
-        except requests.RequestException as error:
+        except (requests.RequestException, UnicodeError) as error:  # a name that no resolver can be asked for
             return Outcome(error="there was no answer in time" if deadline.has_passed else _reason(error))
     return Outcome(status=reply.status_code, retry_after_s=_retry_after_s(reply.headers.get("Retry-After")))
 
@@ -107,7 +107,7 @@ _REASONS = (
 )
 
 
-def _reason(error: requests.RequestException) -> str:
+def _reason(error: Exception) -> str:
     """In general words: an exact one would tell a tenant about addresses and ports inside."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "the request could not be sent")
 

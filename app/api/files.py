@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ blueprint = Blueprint("files", __name__, url_prefix="/v1/files")
 blueprint.before_request(authenticate)
 
 _MAX_PAGE = 10_000
-_MAX_FIELD_BYTES = 65_536
-"""Of the form's parts beside the file, together with the boundaries."""
+_MAX_FIELD_BYTES = 1 << 20
+"""Of the form beside the file; no more than that of the file is held either, which is read 64 KiB at a time."""
 _MAX_PARTS = 8
 
 
@@ -31,10 +31,11 @@ _MAX_PARTS = 8
 def upload() -> Response:
     """200 means that the file is durable: it was synced, and its row committed, before this answer."""
     with _received() as form:
+        purpose = _one_of(files.UPLOAD_PURPOSES, form.purpose, "purpose")
+        if purpose is None:
+            raise InvalidRequest("purpose is missing", param="purpose")
         with services().database.transaction() as session:
-            file = files.add(
-                session, tenant().id, form.draft, filename=form.filename, purpose=_upload_purpose(form.purpose)
-            )
+            file = files.add(session, tenant().id, form.draft, filename=form.filename, purpose=purpose)
         return jsonify(file_object(file))
 
 
@@ -42,16 +43,15 @@ def upload() -> Response:
 def list_files() -> Response:
     """The tenant's files, newest first unless order=asc."""
     page = asked_page("file", limit=_MAX_PAGE, max_limit=_MAX_PAGE)
-    order = request.args.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order must be asc or desc", param="order")
+    purpose = _one_of(files.PURPOSES, request.args.get("purpose"), "purpose")
+    order = _one_of(("asc", "desc"), request.args.get("order"), "order")
     with services().database.transaction() as session:
         found = files.page(
             session,
             tenant().id,
             after=page.after,
             limit=page.to_fetch,
-            purpose=request.args.get("purpose"),
+            purpose=purpose,
             oldest_first=order == "asc",
         )
     return listing(found, page, file_object)
@@ -107,10 +107,11 @@ def _shelf() -> Shelf:
     return Shelf(services().settings)
 
 
-def _upload_purpose(purpose: str | None) -> str:
-    if purpose not in files.UPLOAD_PURPOSES:
-        raise InvalidRequest(f"purpose must be one of {', '.join(files.UPLOAD_PURPOSES)}", param="purpose")
-    return purpose
+def _one_of(choices: Sequence[str], value: str | None, name: str) -> str | None:
+    """The value, which may be left out. Raises InvalidRequest."""
+    if value is not None and value not in choices:
+        raise InvalidRequest(f"{name} must be one of {', '.join(choices)}", param=name)
+    return value
 
 
 # ---- the form

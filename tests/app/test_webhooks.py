@@ -72,6 +72,7 @@ def test_public_urls_are_taken(url: str) -> None:
         "https://printer.local/",
         "https://metadata.google.internal/",
         "https://.com/",
+        "https://" + "a" * 64 + ".com/",
         "https://127.0.0.1/",  # addresses that are inside
         "https://127.0.0.1./",
         "https://10.0.0.8/",
