@@ -55,9 +55,10 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
     with database.transaction() as session:
         session.execute(select(func.pg_advisory_xact_lock(DISPATCH_LOCK)))
         free_slots = _free_slots(session, model)
+        max_per_task = _max_per_task(session, model)
         chosen = {tier: _take(session, model, tier, free_slots) for tier in Tier}
     for tier, jobs in chosen.items():
-        per_task = POLICIES[tier].jobs_per_task
+        per_task = min(POLICIES[tier].jobs_per_task, max_per_task)
         for start in range(0, len(jobs), per_task):
             broker.send_jobs(model, tier, jobs[start : start + per_task])
     return sum(map(len, chosen.values()))
@@ -68,6 +69,12 @@ def _free_slots(session: Session, model: str) -> int:
     running = select(func.count()).where(Job.owner == Worker.id, Job.status == "running").scalar_subquery()
     free = func.sum(func.greatest(Worker.slots - running, 0))
     return int(session.scalar(select(free).where(Worker.model == model, Worker.dead.is_(False))) or 0)
+
+
+def _max_per_task(session: Session, model: str) -> int:
+    """Jobs in one message: at most a quarter of a worker's slots, so that the last one taken hardly overfills it."""
+    slots = session.scalar(select(func.max(Worker.slots)).where(Worker.model == model, Worker.dead.is_(False)))
+    return max(1, int(slots or 0) // 4)
 
 
 def _take(session: Session, model: str, tier: Tier, free_slots: int) -> Numbered:

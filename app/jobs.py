@@ -26,7 +26,7 @@ from app.errors import Conflict, KeyReused, NotFound, QueueFull
 from app.events import Event
 from app.ids import new_id
 from app.tables import Job
-from app.tiers import Tier
+from app.tiers import POLICIES, Tier
 
 
 class Status(StrEnum):
@@ -545,17 +545,20 @@ def hand_back(session: Session, owner: str, job_ids: Collection[str]) -> list[Ev
 def requeue_orphans(session: Session, *, max_deaths: int, limit: int = 500) -> list[Event]:
     """Put running jobs whose worker is dead back in line, at its front; one that keeps killing workers fails as poison.
 
-    A death counts against a job only if it made no progress since the death before.
+    A death counts against a job only if it made no progress since the death before, and only if its worker may have
+    been computing it: a job that merely waited in the engine killed nobody.
     """
     alive = select(tables.Worker.id).where(tables.Worker.dead.is_(False))
     jobs = _lock(session, Job.status == "running", Job.owner.not_in(alive), skip_locked=True, limit=limit)
     if not jobs:
         return []
-    persisted = _persisted(session, [job.id for job in jobs])
+    tokens = {job_id: count for job_id, (_, count) in _persisted(session, [job.id for job in jobs]).items()}
+    progressed = {job.id for job in jobs if tokens[job.id] > job.tokens_at_death}
+    computed = _computed(session, jobs, progressed)
     for job in jobs:
-        tokens = persisted[job.id][1]
-        job.deaths = 1 if tokens > job.tokens_at_death else job.deaths + 1
-        job.tokens_at_death = tokens
+        earlier = 0 if job.id in progressed else job.deaths
+        job.deaths = earlier + (job.id in computed)
+        job.tokens_at_death = tokens[job.id]
         job.handed_back = True
     poison = [job for job in jobs if job.deaths >= max_deaths]
     for job in poison:
@@ -563,6 +566,26 @@ def requeue_orphans(session: Session, *, max_deaths: int, limit: int = 500) -> l
     return move(session, poison, Status.FAILED) + move(
         session, [job for job in jobs if job.deaths < max_deaths], Status.QUEUED, reason="its worker was lost"
     )
+
+
+def _computed(session: Session, jobs: Sequence[Job], progressed: Collection[str]) -> set[str]:
+    """Which jobs of dead workers may have been in their running batches.
+
+    As many as a worker had slots, in the order in which its engine takes them: by rank, then those that had begun, then
+    as they were dispatched. All jobs of a worker that left no row.
+    """
+    owners = {job.owner for job in jobs if job.owner is not None}
+    slots = dict(
+        session.execute(select(tables.Worker.id, tables.Worker.slots).where(tables.Worker.id.in_(owners))).all()
+    )
+    computed: set[str] = set()
+    for owner in owners:
+        line = sorted(
+            (job for job in jobs if job.owner == owner),
+            key=lambda job: (POLICIES[Tier(job.tier)].rank, job.id not in progressed, job.claimed_number or 0),
+        )
+        computed |= {job.id for job in line[: slots.get(owner)]}
+    return computed
 
 
 def expire(session: Session, *, limit: int = 500) -> list[Event]:

@@ -110,6 +110,19 @@ class Site:
             token_ids=[token_id for row in rows for token_id in row.token_ids or ()],
         )
 
+    def texts(self, job_ids: Collection[str]) -> dict[str, str]:
+        """What has been shown of each job so far."""
+        shown = dict.fromkeys(job_ids, "")
+        with self.db.transaction() as session:
+            rows = session.execute(
+                select(tables.Event.job_id, tables.Event.text)
+                .where(tables.Event.job_id.in_(job_ids), tables.Event.kind == events.TOKENS)
+                .order_by(tables.Event.job_id, tables.Event.number)
+            )
+            for job_id, text in rows:
+                shown[job_id] += text
+        return shown
+
     def expected(self, job: tables.Job) -> list[int]:
         """The tokens that the echo model makes of a job when nothing disturbs it."""
         with self.db.transaction() as session:
@@ -140,10 +153,14 @@ class Site:
 
     def start_worker(self, number: int = 1, **settings: Any) -> subprocess.Popen[bytes]:
         """An engine worker, once it is alive in the database."""
-        process = self.spawn(engine_command(number), f"engine{number}", **settings)
+        process = self.spawn_worker(number, **settings)
         self.wait_for(lambda: process.poll() is not None or self.worker_of(process) is not None)
         assert process.poll() is None, self.tails()
         return process
+
+    def spawn_worker(self, number: int = 1, **settings: Any) -> subprocess.Popen[bytes]:
+        """An engine worker, without waiting for it."""
+        return self.spawn(engine_command(number), f"engine{number}", **settings)
 
     def start_io(self, **settings: Any) -> subprocess.Popen[bytes]:
         return self.spawn(io_command(), "io", **settings)

@@ -153,6 +153,7 @@ class Claimer:
             for job_id in task.dispatch_numbers
             if job_id in claimed
         ]
+        begun.sort(key=lambda attempt: attempt.task.dispatch_numbers[attempt.claim.job_id])  # the order of dispatch
         self._attempts.add(begun)
         for task in tasks:
             task.on_claimed()
