@@ -50,6 +50,7 @@ def _finish(response: Response) -> Response:
     response.headers["x-request-id"] = g.request_id
     response.headers.setdefault("Cache-Control", "no-store")
     response.headers["X-Content-Type-Options"] = "nosniff"
-    route = request.url_rule.rule if request.url_rule is not None else "unmatched"
-    services().metrics.request_seconds.labels(request.method, route).observe(time.perf_counter() - g.started_at)
+    # Where no route matched, path and method are the client's own words: labels of them would have no end.
+    labels = (request.method, request.url_rule.rule) if request.url_rule is not None else ("any", "unmatched")
+    services().metrics.request_seconds.labels(*labels).observe(time.perf_counter() - g.started_at)
     return response

@@ -124,11 +124,14 @@ class HandWorker:
     db: Database
     redis: redis_client.Redis
     model: str = "echo"
+    slots: int = 4
     id: str = field(default_factory=lambda: new_id("worker"))
 
     def __post_init__(self) -> None:
         with self.db.transaction() as session:
-            session.add(Worker(id=self.id, model=self.model, host="here", pid=1, slots=4, free_slots=4))
+            session.add(
+                Worker(id=self.id, model=self.model, host="here", pid=1, slots=self.slots, free_slots=self.slots)
+            )
 
     def claim(self, *job_ids: str, number: int = 1) -> list[Claim]:
         with self.db.transaction() as session:
@@ -173,8 +176,8 @@ class HandWorker:
 
 @pytest.fixture
 def new_worker(db: Database, redis: redis_client.Redis) -> Callable[..., HandWorker]:
-    """Makes workers; their model may be given."""
-    return lambda model="echo": HandWorker(db, redis, model)
+    """Makes workers; their model and slots may be given."""
+    return lambda model="echo", slots=4: HandWorker(db, redis, model, slots)
 
 
 @pytest.fixture

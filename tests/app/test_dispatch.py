@@ -84,12 +84,32 @@ def test_the_oldest_goes_first_and_what_was_handed_back_before_it(
     assert sent(redis, name, Tier.PAID) == [job_ids[2], job_ids[0], job_ids[1], job_ids[3]]
 
 
-def test_bulk_jobs_share_a_message(
-    db: Database, broker: Broker, redis: redis_client.Redis, name: str, submit: Any
+@pytest.mark.parametrize(
+    ("slots", "tier", "sizes"),
+    [
+        (None, Tier.BULK, [1, 1, 1, 1, 1]),  # no worker yet: nobody knows how many one could take
+        (12, Tier.BULK, [3, 2]),  # a quarter of the slots
+        (400, Tier.BULK, [5]),
+        (400, Tier.PAID, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_bulk_jobs_share_messages_that_a_worker_can_take(
+    db: Database,
+    broker: Broker,
+    redis: redis_client.Redis,
+    name: str,
+    submit: Any,
+    new_worker: Any,
+    slots: int | None,
+    tier: Tier,
+    sizes: list[int],
 ) -> None:
-    job_ids = [submit(model=name, tier=Tier.BULK) for _ in range(5)]
+    if slots is not None:
+        new_worker(name, slots)
+    job_ids = [submit(model=name, tier=tier) for _ in range(5)]
     dispatch(db, broker, name)
-    assert [[job_id for job_id, _ in message] for message in messages(redis, name, Tier.BULK)] == [job_ids]
+    assert [len(message) for message in messages(redis, name, tier)] == sizes
+    assert sent(redis, name, tier) == job_ids
 
 
 def test_other_models_jobs_stay(db: Database, broker: Broker, name: str, submit: Any) -> None:

@@ -69,6 +69,15 @@ def test_metrics_count_by_tier_and_code_and_never_by_tenant(app: Flask, call: An
     assert owner.key not in text
 
 
+def test_made_up_methods_and_paths_make_no_metrics(app: Flask, call: Any) -> None:
+    call("BREW", "/v1/jobs")
+    call("GET", "/made/up")
+    text = scrape(app)
+    assert 'everbatch_http_request_seconds_count{method="any",route="unmatched"}' in text
+    assert "BREW" not in text
+    assert "made" not in text
+
+
 def test_metrics_are_not_on_the_public_address(call: Any) -> None:
     assert call("GET", "/metrics").status_code == 404
 
