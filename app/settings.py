@@ -49,7 +49,9 @@ class Settings(BaseSettings):
     """How long a step of the echo engine takes, in milliseconds."""
 
     host: str = "127.0.0.1"
+    """Where the API listens."""
     port: int = Field(default=8000, ge=0, le=65535)
+    """Where the API listens; 0 takes a free one."""
     api_threads: int = Field(default=256, ge=8)
     """Threads of an API process; streams take all but 32 of them."""
     metrics_host: str = "127.0.0.1"
@@ -71,7 +73,9 @@ class Settings(BaseSettings):
     lease_s: float = Field(default=5.0, gt=0)
     """A worker whose heartbeat is older is dead, in seconds of database time."""
     heartbeat_s: float = Field(default=0.5, gt=0)
+    """How often a worker says that it lives."""
     sweep_interval_s: float = Field(default=1.0, gt=0)
+    """How often lost messages, dead workers and passed deadlines are looked for."""
     dispatch_interval_s: float = Field(default=0.25, gt=0)
     """How often waiting jobs are looked at when nobody nudged."""
     flush_interval_ms: float = Field(default=50.0, gt=0)
@@ -87,6 +91,7 @@ class Settings(BaseSettings):
     webhook_timeout_s: float = Field(default=15.0, gt=0, le=30)
     """What a receiver has from connect to answer, in seconds; shorter than the lease of an attempt."""
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
+    """A stream that has nothing to say shows that it lives so often."""
 
 
 class ClientSettings(BaseSettings):
