@@ -34,10 +34,10 @@ class Reader:
 
     def _read(self) -> None:
         while not self._stopped.wait(0.3):
-            for job_id, text in self._site.texts(self._shown.keys()).items():
-                if not text.startswith(self._shown[job_id]):
-                    self.retracted.append((job_id, self._shown[job_id], text))
-                self._shown[job_id] = text
+            for job_id, shown in self._site.texts(self._shown.keys()).items():
+                if not shown.startswith(self._shown[job_id]):
+                    self.retracted.append((job_id, self._shown[job_id], shown))
+                self._shown[job_id] = shown
             self.readings += 1
 
 
