@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 DISPATCH_LOCK = 0x45764264
 """Advisory lock: two dispatchers that counted at once would both fill the same window."""
 
+SUSPECT_DEATHS = 2
+"""A job under which so many workers died in a row is a suspect: one more death, and it may fail as poison."""
+
 Numbered = Sequence[tuple[str, int]]
 """Job ids with their dispatch numbers."""
 
@@ -32,6 +35,7 @@ _DISPATCH = text(
     with chosen as materialized (
         select id, handed_back from jobs
         where status = 'queued' and dispatch_number is null and model = :model and tier = :tier
+        and (deaths >= :suspect_deaths) = :suspects
         order by handed_back desc, id
         limit :room
         for update skip locked
@@ -46,6 +50,19 @@ _DISPATCH = text(
 )
 """Numbers are drawn row by row from the sorted rows: an update alone would draw them in the order of its own plan."""
 
+_IS_SUSPECT_OUT = text(
+    """
+    select exists (
+        select from jobs where model = :model and deaths >= :suspect_deaths and (
+            status = 'queued' and dispatch_number is not null
+            or status = 'running' and tokens_at_death >= (
+                select coalesce(sum(cardinality(token_ids)), 0) from events where job_id = jobs.id
+            )
+        )
+    )
+    """
+)
+
 
 def dispatch(database: Database, broker: Broker, model: str) -> int:
     """Fill the window of each tier of the model; return how many jobs were handed to the broker.
@@ -57,11 +74,14 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
         free_slots = _free_slots(session, model)
         max_per_task = _max_per_task(session, model)
         chosen = {tier: _take(session, model, tier, free_slots) for tier in Tier}
+        suspect = _take_suspect(session, model)
     for tier, jobs in chosen.items():
         per_task = min(POLICIES[tier].jobs_per_task, max_per_task)
         for start in range(0, len(jobs), per_task):
             broker.send_jobs(model, tier, jobs[start : start + per_task])
-    return sum(map(len, chosen.values()))
+    for tier, jobs in suspect.items():
+        broker.send_jobs(model, tier, jobs)
+    return sum(map(len, [*chosen.values(), *suspect.values()]))
 
 
 def _free_slots(session: Session, model: str) -> int:
@@ -87,7 +107,42 @@ def _take(session: Session, model: str, tier: Tier, free_slots: int) -> Numbered
     room = free_slots + POLICIES[tier].lookahead - int(at_broker or 0)
     if room <= 0:
         return []
-    rows = session.execute(_DISPATCH, {"model": model, "tier": tier.value, "room": room})
+    return _number(session, model, tier, room, suspects=False)
+
+
+def _take_suspect(session: Session, model: str) -> dict[Tier, Numbered]:
+    """Number one suspect, unless another one is out and has made no progress yet.
+
+    The worker that dies next then dies under a single suspect: a poison job does not take to its end the jobs that had
+    the bad luck to share its batch twice. An innocent one shows a token, and the next may follow.
+    """
+    for tier in Tier:
+        waiting = select(Job.id).where(
+            Job.model == model,
+            Job.tier == tier.value,
+            Job.status == "queued",
+            Job.dispatch_number.is_(None),
+            Job.handed_back,
+            Job.deaths >= SUSPECT_DEATHS,
+        )
+        if session.scalar(waiting.limit(1)) is not None:
+            is_out = session.scalar(_IS_SUSPECT_OUT, {"model": model, "suspect_deaths": SUSPECT_DEATHS})
+            return {} if is_out else {tier: _number(session, model, tier, 1, suspects=True)}
+    return {}
+
+
+def _number(session: Session, model: str, tier: Tier, count: int, *, suspects: bool) -> Numbered:
+    """Number the first count jobs of a tier's line, of the suspects or of the others."""
+    rows = session.execute(
+        _DISPATCH,
+        {
+            "model": model,
+            "tier": tier.value,
+            "room": count,
+            "suspects": suspects,
+            "suspect_deaths": SUSPECT_DEATHS,
+        },
+    )
     return sorted(((row.id, row.dispatch_number) for row in rows), key=lambda job: job[1])
 
 

@@ -112,6 +112,30 @@ def test_bulk_jobs_share_messages_that_a_worker_can_take(
     assert sent(redis, name, tier) == job_ids
 
 
+def test_of_jobs_under_which_workers_died_one_at_a_time_is_sent(
+    db: Database, broker: Broker, redis: redis_client.Redis, name: str, submit: Any, new_worker: Any
+) -> None:
+    suspects = [submit(model=name), submit(model=name), submit(model=name, tier=Tier.BULK)]
+    with db.transaction() as session:
+        session.execute(update(Job).where(Job.id.in_(suspects)).values(deaths=2, handed_back=True))
+    innocent = submit(model=name)
+    worker = new_worker(model=name)
+
+    dispatch(db, broker, name)
+    dispatch(db, broker, name)
+    assert sent(redis, name, Tier.PAID) == [innocent, suspects[0]], "the line goes on beside the first suspect"
+    (claim,) = worker.claim(suspects[0])
+    dispatch(db, broker, name)
+    assert len(sent(redis, name, Tier.PAID)) == 2, "it has shown nothing yet"
+    worker.write(claim, "a", claim.last_event + 1)
+    dispatch(db, broker, name)
+    assert sent(redis, name, Tier.PAID)[2:] == [suspects[1]]
+    with db.transaction() as session:
+        session.execute(update(Job).where(Job.id == suspects[1]).values(status="cancelled"))
+    dispatch(db, broker, name)
+    assert sent(redis, name, Tier.BULK) == [suspects[2]]
+
+
 def test_other_models_jobs_stay(db: Database, broker: Broker, name: str, submit: Any) -> None:
     submit(model=f"{name}-other")
     assert dispatch(db, broker, name) == 0

@@ -348,6 +348,18 @@ def test_progress_between_deaths_sets_the_count_back(db: Database, submit: Any, 
     assert [status for _, status in deaths] == ["queued"] * 6 + ["failed"]
 
 
+def test_a_job_that_only_waited_in_the_engine_is_not_blamed(db: Database, submit: Any, new_worker: Any) -> None:
+    """Two slots. The batch is the paid job and, of the free ones, the one that was dispatched first."""
+    worker = new_worker(slots=2)
+    bulk, late, early, paid = submit(tier=Tier.BULK), submit(tier=Tier.FREE), submit(tier=Tier.FREE), submit()
+    for number, job_id in enumerate([early, late, bulk, paid]):
+        worker.claim(job_id, number=number)
+    worker.die()
+    with db.transaction() as session:
+        jobs.requeue_orphans(session, max_deaths=3)
+    assert [load(db, job_id).deaths for job_id in (paid, early, late, bulk)] == [1, 1, 0, 0]
+
+
 def test_a_hand_back_is_no_death(db: Database, submit: Any, worker: Any) -> None:
     job_id = submit()
     for _ in range(5):
