@@ -168,7 +168,7 @@ class Supervisor:
         host = "127.0.0.1" if self._settings.host == "0.0.0.0" else self._settings.host
         url = f"http://{host}:{self._settings.port}"
         with database.transaction() as session:
-            granted = _grant(session, Vault.open(self._settings), self._home, url=url)
+            granted = grant(session, Vault.open(self._settings), self._home, url=url)
         access.keep(self._home, granted)
         return granted
 
@@ -283,7 +283,7 @@ def _answers_ready(url: str) -> bool:
         return False
 
 
-def _grant(session: Session, vault: Vault, home: Home, *, url: str) -> Access:
+def grant(session: Session, vault: Vault, home: Home, *, url: str) -> Access:
     """The access of the last start where its keys still open this database, else a new one; kept in the home's file.
 
     Write it down only after the transaction stands: see access.keep.

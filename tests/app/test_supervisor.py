@@ -9,20 +9,28 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from click.testing import CliRunner
+from cryptography.fernet import Fernet
 from sqlalchemy import make_url
 
+from app import access, tenants
 from app.children import last_line, spawn, wait_until
+from app.cli import main
 from app.commands import PROJECT
+from app.db import Database
+from app.home import Home
 from app.settings import Settings, environment
-from app.supervisor import Backoff
+from app.supervisor import Backoff, grant
+from app.vault import Vault
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 100.0
 
 
 @pytest.mark.parametrize(
@@ -96,12 +104,13 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def test_up_heals_ends_in_good_order_and_returns_with_the_same_keys(make_home: Callable[[], Path]) -> None:
+@pytest.mark.timeout(300)
+def test_up_heals_and_ends_in_good_order(make_home: Callable[[], Path]) -> None:
     home = make_home()
     with _up(home, "--engine", "echo") as up:
-        first = up.read_ready()
-        assert set(first) == {"url", "paid_key", "free_key", "webhook_secret", "worker_pids"}
-        assert json.loads((home / "keys.json").read_text()) == {k: v for k, v in first.items() if k != "worker_pids"}
+        ready = up.read_ready()
+        assert set(ready) == {"url", "paid_key", "free_key", "webhook_secret", "worker_pids"}
+        assert json.loads((home / "keys.json").read_text()) == {k: v for k, v in ready.items() if k != "worker_pids"}
         assert (home / "keys.json").stat().st_mode & 0o777 == 0o600
 
         # Everything is killed at once: each process comes back, and the service with them.
@@ -110,41 +119,74 @@ def test_up_heals_ends_in_good_order_and_returns_with_the_same_keys(make_home: C
         for process in killed.values():
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
-        assert [killed["worker.celery_app:engine"].pid] == first["worker_pids"]
+        engine = killed["worker.celery_app:engine"]
+        assert engine is not None and [engine.pid] == ready["worker_pids"]
 
         def are_all_back() -> bool:
             return all((new := up.find(victim)) is not None and new != old for victim, old in killed.items())
 
         assert wait_until(are_all_back, _PATIENCE_S), up.said()
-        assert wait_until(lambda: _is_ready(first["url"]), _PATIENCE_S), up.said()
+        assert wait_until(lambda: _is_ready(ready["url"]), _PATIENCE_S), up.said()
 
         descendants = up.descendants()
         up.process.terminate()
         assert up.process.wait(_PATIENCE_S) == 0, up.said()
         assert not [process for process in descendants if process.is_running()]
 
+
+@pytest.mark.slow  # two more starts
+@pytest.mark.timeout(300)
+def test_killed_up_takes_its_children_with_it_and_returns_with_the_same_keys(make_home: Callable[[], Path]) -> None:
+    home = make_home()
     with _up(home, "--engine", "echo") as up:
-        second = up.read_ready()
-        for kept in ("paid_key", "free_key", "webhook_secret"):
-            assert second[kept] == first[kept]
-        # Killed itself, it takes all of its children with it.
+        first = up.read_ready()
         descendants = up.descendants()
         assert descendants
         up.process.kill()
         assert psutil.wait_procs(descendants, timeout=_PATIENCE_S)[1] == []
+    with _up(home, "--engine", "echo") as up:
+        second = up.read_ready()
+    for kept in ("paid_key", "free_key", "webhook_secret"):
+        assert second[kept] == first[kept]
 
 
-def test_taken_port_and_unknown_model_end_up_with_one_line(make_home: Callable[[], Path], database_url: str) -> None:
+def test_keys_are_kept_while_they_open_the_database_and_made_anew_when_not(
+    make_home: Callable[[], Path], database: str
+) -> None:
+    home = Home(make_home())
+    vault = Vault(Fernet.generate_key().decode())
+    db = Database(database)
+    try:
+        with db.transaction() as session:
+            first = grant(session, vault, home, url="http://127.0.0.1:1")
+            access.keep(home, first)
+            again = grant(session, vault, home, url="http://127.0.0.1:2")
+            assert again == replace(first, url="http://127.0.0.1:2")
+            assert tenants.authenticate(session, first.paid_key).plan == "paid"
+            assert tenants.authenticate(session, first.free_key).plan == "free"
+
+            access.keep(home, replace(first, free_key="of another database"))
+            anew = grant(session, vault, home, url="http://127.0.0.1:3")
+            assert tenants.authenticate(session, anew.free_key).plan == "free"
+            assert anew.webhook_secret == first.webhook_secret
+    finally:
+        db.close()
+
+
+def test_taken_port_and_unknown_model_end_up_with_one_line(
+    make_home: Callable[[], Path], empty_database: str, redis_url: str
+) -> None:
     home = make_home()
-    taken = str(make_url(database_url).port)
+    taken = str(make_url(empty_database).port)
+    servers = {"EVERBATCH_DATABASE_URL": empty_database, "EVERBATCH_REDIS_URL": redis_url}
     for options, complaint in (
-        (["--model", str(home / "absent")], f"EVERBATCH_MODEL: '{home / 'absent'}' has no readable config.json"),
         (["--port", taken], f"Port {taken} of 127.0.0.1 is taken: pass --port"),
+        (["--port", "0", "--model", "/absent"], "EVERBATCH_MODEL: '/absent' has no readable config.json"),
     ):
-        with _up(home, *options) as up:
-            assert up.process.wait(_PATIENCE_S) == 1
-            assert complaint in up.said().splitlines()[-1]
-            assert "Traceback" not in up.said()
+        done = CliRunner(env=servers).invoke(main, ["up", "--home", str(home), *options])
+        assert done.exit_code == 1
+        assert done.output.startswith(f"Error: {complaint}")
+        assert len(done.output.splitlines()) == 1
 
 
 @pytest.mark.slow  # a worker imports torch before it can fail to load weights
