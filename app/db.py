@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-import alembic.command
-from alembic.config import Config
 from sqlalchemy import Engine, create_engine, select
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -50,6 +48,10 @@ def now(session: Session) -> datetime:
 
 def migrate(database_url: str) -> None:
     """Bring the tables to the newest revision. Several processes may call it at once."""
+    # Here, not above: few processes migrate, and it takes a third of a second to import.
+    import alembic.command
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     config.attributes["database_url"] = database_url

@@ -545,8 +545,8 @@ def hand_back(session: Session, owner: str, job_ids: Collection[str]) -> list[Ev
 def requeue_orphans(session: Session, *, max_deaths: int, limit: int = 500) -> list[Event]:
     """Put running jobs whose worker is dead back in line, at its front; one that keeps killing workers fails as poison.
 
-    A death counts against a job only if it made no progress since the death before, and only if its worker may have
-    been computing it: a job that merely waited in the engine killed nobody.
+    A death counts against a job only if its worker may have been computing it, for a job that merely waited in the
+    engine killed nobody; and an attempt that made progress before its worker died clears the job.
     """
     alive = select(tables.Worker.id).where(tables.Worker.dead.is_(False))
     jobs = _lock(session, Job.status == "running", Job.owner.not_in(alive), skip_locked=True, limit=limit)
@@ -556,8 +556,10 @@ def requeue_orphans(session: Session, *, max_deaths: int, limit: int = 500) -> l
     progressed = {job.id for job in jobs if tokens[job.id] > job.tokens_at_death}
     computed = _computed(session, jobs, progressed)
     for job in jobs:
-        earlier = 0 if job.id in progressed else job.deaths
-        job.deaths = earlier + (job.id in computed)
+        if job.id in progressed:
+            job.deaths = 0
+        elif job.id in computed:
+            job.deaths += 1
         job.tokens_at_death = tokens[job.id]
         job.handed_back = True
     poison = [job for job in jobs if job.deaths >= max_deaths]

@@ -3,7 +3,8 @@
     celery -A worker.celery_app:engine worker    runs jobs: one process, one model, one continuous batch
     celery -A worker.celery_app:io worker        dispatches, sweeps, posts webhooks; imports no engine
 
-A process that cannot start like this says why in one line on stderr and exits with CANNOT_START.
+What only one of them needs is named as text, and imported there alone. A process that cannot start says why in one line
+on stderr and exits with CANNOT_START.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from celery import Celery, signals
 from pydantic import ValidationError
 
 from app import logs, models
-from app.broker import DELIVER, DELIVERIES, GENERATE, celery_app, queue_name
+from app.broker import DELIVERIES, GENERATE, celery_app, queue_name
 from app.commands import CANNOT_START
 from app.errors import SetupError
 from app.settings import Settings, complaint, get_settings
 from app.tiers import Tier
-from worker import webhooks
-from worker.clock import ClockStep, services
 from worker.tasks import JobsFailed, generate
 
 IO_THREADS = 16
@@ -65,15 +64,9 @@ def _make_io(redis_url: str) -> Celery:
         worker_prefetch_multiplier=1,
         worker_redirect_stdouts=False,
     )
-    app.task(name=DELIVER, shared=False)(_deliver)
-    app.steps["worker"].add(ClockStep)
+    app.conf.include = ["worker.deliveries"]
+    app.steps["worker"].add("worker.clock:ClockStep")
     return app
-
-
-def _deliver(delivery_id: str, attempt: int) -> None:
-    """Post one webhook."""
-    opened = services()
-    webhooks.deliver(opened.database, opened.vault, opened.settings, delivery_id, attempt)
 
 
 def _make() -> tuple[Celery, Celery]:

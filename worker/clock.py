@@ -122,7 +122,7 @@ class Clock:
         while True:
             try:
                 each.run()
-            except (SQLAlchemyError, RedisError, BrokerError) as error:
+            except (SQLAlchemyError, RedisError, BrokerError, OSError) as error:
                 logger.warning("a round of %s failed, the next one tries again: %s", each.name, error)
             if self._stopped.wait(each.interval_s):
                 return

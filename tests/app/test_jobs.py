@@ -340,12 +340,12 @@ def test_a_job_that_kills_worker_after_worker_fails_as_poison(db: Database, subm
 def test_progress_between_deaths_sets_the_count_back(db: Database, submit: Any, new_worker: Any) -> None:
     job_id = submit()
     deaths = []
-    for texts in ([], [], ["a"], [], ["b", "c"], [], []):
+    for texts in ([], [], ["a"], [], ["b", "c"], [], [], []):
         die_with(db, new_worker, job_id, *texts)
         deaths.append((load(db, job_id).deaths, load(db, job_id).status))
-    #                  no text  again   progress  none    progress none     none: the third in a row
-    assert [count for count, _ in deaths] == [1, 2, 1, 2, 1, 2, 3]
-    assert [status for _, status in deaths] == ["queued"] * 6 + ["failed"]
+    #                            no text  again  progress  none  progress  none  none  none: the third in a row
+    assert [count for count, _ in deaths] == [1, 2, 0, 1, 0, 1, 2, 3]
+    assert [status for _, status in deaths] == ["queued"] * 7 + ["failed"]
 
 
 def test_a_job_that_only_waited_in_the_engine_is_not_blamed(db: Database, submit: Any, new_worker: Any) -> None:

@@ -1,0 +1,14 @@
+"""The task of the io worker: post one webhook."""
+
+from __future__ import annotations
+
+from app.broker import DELIVER
+from worker import webhooks
+from worker.celery_app import io
+from worker.clock import services
+
+
+@io.task(name=DELIVER, shared=False)  # type: ignore[untyped-decorator]
+def deliver(delivery_id: str, attempt: int) -> None:
+    opened = services()
+    webhooks.deliver(opened.database, opened.vault, opened.settings, delivery_id, attempt)
