@@ -33,7 +33,7 @@ def demo(model: str | None, as_json: bool) -> None:
     asked: dict[str, Any] = {} if model is None else {"model": model}
     narrator = Narrator(to_stderr=as_json)
     started_at = time.monotonic()
-    signal.signal(signal.SIGTERM, _end_in_good_order)
+    before = signal.signal(signal.SIGTERM, _end_in_good_order)
     try:
         narrator.section("The service")
         narrator.line("Starting; the first start on a machine also converts the model.")
@@ -41,6 +41,8 @@ def demo(model: str | None, as_json: bool) -> None:
             figures = Story(running, webhooks, narrator).tell()
     except (Failed, SetupError, ClientError) as error:
         raise click.ClickException(str(error)) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     figures["The whole demo"] = f"{time.monotonic() - started_at:.0f} s, everything stopped"
     narrator.section("Summary")
     narrator.table(figures)

@@ -16,7 +16,7 @@ from app.client import TERMINAL
 from app.tables import ModelText, Worker
 from app.tiers import Tier
 
-_EVERY_S = 0.1
+_EVERY_S = 0.2
 """Between two readings."""
 
 

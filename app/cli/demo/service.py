@@ -88,8 +88,8 @@ def _up(settings: Settings) -> Iterator[Service]:
     log = home.log("up")
     command = [sys.executable, "-m", "app.cli", "up", "--port", "0", "--json"]
     process = spawn(command, environment=environment(settings), cwd=PROJECT, log=log, stdout=subprocess.PIPE)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         ready = process.stdout.readline()
         if not ready:
             raise SetupError(f"The service did not start: {last_line(log)}")
@@ -102,3 +102,4 @@ def _up(settings: Settings) -> Iterator[Service]:
             database.close()
     finally:
         end(process, by=signal.SIGTERM, timeout_s=_STOP_S)
+        process.stdout.close()

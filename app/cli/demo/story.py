@@ -27,15 +27,15 @@ from app.tiers import Tier
 
 SLOTS = 12
 """Few enough that the bulk rows fill them all, and paid jobs have to take theirs."""
-_ROWS = 30
+_ROWS = 24
 """Of the batch file."""
-_PATIENCE_S = 90.0
+_PATIENCE_S = 120.0
 """For any one thing to happen; each takes seconds."""
 _HEALED_S = 60.0
 """Every single fault heals within so long."""
 _BUSY_USE = 0.9
 """Slot use while more work waits than there are slots."""
-_LONG, _KILLED_AT = 96, 24
+_LONG, _KILLED_AT = 72, 24
 """Tokens of the jobs under which the worker is killed, and how many each has by then."""
 _QUESTION = "Why is the sky blue?"
 _SUBJECTS = ("sea", "moon", "bread", "river", "clock", "forest", "violin", "desert", "bridge", "storm")
@@ -104,7 +104,7 @@ class Story:
     def _mix_tiers(self, recorded: Recorder) -> None:
         before = recorded.readings[-1]
         for client, subject in zip([self._free] * 3 + [self._paid] * 3, _SUBJECTS, strict=False):
-            self._submit(client, prompt=f"A short tale of the {subject}:", max_tokens=48)
+            self._submit(client, prompt=f"A short tale of the {subject}:", max_tokens=32)
         self._narrator.line("Then 3 free and 3 paid jobs went to /v1/jobs.")
         mixed = _wait_for(recorded, lambda reading: reading.has_all_tiers, "all three tiers in one running batch")
         counts = ", ".join(f"{mixed.running[tier]} {tier.value}" for tier in Tier)
@@ -352,7 +352,7 @@ class Story:
 
 
 def _rows() -> Iterator[dict[str, Any]]:
-    """Requests of mixed lengths, 16 to 79 tokens: a static batch would idle on them."""
+    """Requests of mixed lengths, 16 to 63 tokens: a static batch would idle on them."""
     for number in range(_ROWS):
         yield {
             "custom_id": f"row-{number + 1}",
@@ -360,7 +360,7 @@ def _rows() -> Iterator[dict[str, Any]]:
             "url": "/v1/completions",
             "body": {
                 "prompt": f"Ten facts about the {_SUBJECTS[number % len(_SUBJECTS)]}:",
-                "max_tokens": 16 + 23 * number % 64,
+                "max_tokens": 16 + 23 * number % 48,
                 "temperature": 0,
             },
         }
