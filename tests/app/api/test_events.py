@@ -30,6 +30,17 @@ class Listener:
         with httpx.Client(trust_env=False) as client, client.stream("GET", url, headers=headers, timeout=20) as answer:
             yield answer
 
+    @contextmanager
+    def hold(self, job_id: str) -> Iterator[httpx.Response]:
+        """An open stream. A client that left gives its place back at the next heartbeat, so it may take a few tries."""
+        for _ in range(100):
+            with self.open(job_id) as answer:
+                if answer.status_code == 200:
+                    yield answer
+                    return
+            threading.Event().wait(0.05)
+        pytest.fail("no place became free")
+
     def read(self, job_id: str, **where: Any) -> list[tuple[int, str, Any]]:
         with self.open(job_id, **where) as answer:
             assert answer.status_code == 200, answer.read()
@@ -193,12 +204,13 @@ def test_the_headers_come_before_the_first_event(listener: Listener, submit: Any
         assert answer.status_code == 200
 
 
-@pytest.mark.slow  # it hung once in six runs of the suite, and the cause is not found yet
 def test_streams_beyond_the_limit_are_refused_and_the_rest_is_served(
     listener: Listener, submit: Any, worker: Any, server: Any
 ) -> None:
     job_id = submit()
-    with listener.open(job_id), listener.open(job_id):
+    with listener.open(job_id):
+        pass  # it may still count when the next one comes
+    with listener.hold(job_id), listener.hold(job_id):
         with listener.open(job_id) as answer:
             answer.read()
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
