@@ -25,7 +25,7 @@ DISPATCH_LOCK = 0x45764264
 """Advisory lock: two dispatchers that counted at once would both fill the same window."""
 
 SUSPECT_DEATHS = 2
-"""A job under which so many workers died in a row is a suspect: one more death, and it may fail as poison."""
+"""A job under which so many workers died in a row is a suspect of killing them; Settings.max_deaths makes it poison."""
 
 Numbered = Sequence[tuple[str, int]]
 """Job ids with their dispatch numbers."""
@@ -73,15 +73,12 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
         session.execute(select(func.pg_advisory_xact_lock(DISPATCH_LOCK)))
         free_slots = _free_slots(session, model)
         max_per_task = _max_per_task(session, model)
-        chosen = {tier: _take(session, model, tier, free_slots) for tier in Tier}
-        suspect = _take_suspect(session, model)
+        chosen = _take_suspect(session, model) or {tier: _take(session, model, tier, free_slots) for tier in Tier}
     for tier, jobs in chosen.items():
         per_task = min(POLICIES[tier].jobs_per_task, max_per_task)
         for start in range(0, len(jobs), per_task):
             broker.send_jobs(model, tier, jobs[start : start + per_task])
-    for tier, jobs in suspect.items():
-        broker.send_jobs(model, tier, jobs)
-    return sum(map(len, [*chosen.values(), *suspect.values()]))
+    return sum(map(len, chosen.values()))
 
 
 def _free_slots(session: Session, model: str) -> int:
@@ -114,7 +111,8 @@ def _take_suspect(session: Session, model: str) -> dict[Tier, Numbered]:
     """Number one suspect, unless another one is out and has made no progress yet.
 
     The worker that dies next then dies under a single suspect: a poison job does not take to its end the jobs that had
-    the bad luck to share its batch twice. An innocent one shows a token, and the next may follow.
+    the bad luck to share its batch twice. An innocent one shows a token, and the next may follow. It has the round for
+    itself, and so a head start: whatever ends its worker next should not find it without one.
     """
     for tier in Tier:
         waiting = select(Job.id).where(

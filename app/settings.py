@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     """On SIGTERM, running jobs may finish for so long; the rest are handed back."""
     watchdog_s: float = Field(default=60.0, gt=0)
     """An engine with work that makes no step for so long is stuck: its worker ends, and the jobs resume elsewhere."""
-    max_deaths: int = Field(default=3, ge=1)
+    max_deaths: int = Field(default=5, ge=1)
     """Workers that may die under one job without progress before it fails as poison."""
     webhook_allow_private: bool = False
     """Webhooks may go to private addresses, over plain http, to any port."""
