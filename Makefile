@@ -24,11 +24,14 @@ demo: setup
 serve: setup
 	$(BIN)/everbatch up
 
+# Files of tests run in two processes, each with servers of its own.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from app.db import migrate
 from app.embedded import Servers
 from app.settings import Settings, environment
 from app.supervisor import Ready
-from engine.models import prepare
 
 # Before anything imports torch: threads that spin while they wait take the cores from the other processes of a test.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -81,16 +79,6 @@ def database(database_url: str, migrated_template: str) -> Iterator[str]:
     """The URL of a fresh database with all tables, for one test module alone."""
     with _new_database(database_url, f"test_{uuid4().hex}", template=migrated_template) as url:
         yield url
-
-
-@pytest.fixture(scope="session")
-def smollm2_dir() -> Path:
-    """SmolLM2-135M-Instruct as a model directory: converted once (20 s), then kept beside the installed packages."""
-    converter = Path(prepare.__file__).with_name("gguf.py").read_bytes()
-    directory = Path(sys.prefix, "everbatch-models", f"smollm2-{hashlib.sha256(converter).hexdigest()[:12]}")
-    # As the command, so that whatever the conversion imports and warns of stays in its own process.
-    subprocess.run([sys.executable, "-m", prepare.__name__, "smollm2-135m-instruct", directory], check=True)
-    return directory
 
 
 @pytest.fixture

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig, build
+from engine.models import prepare
 from engine.request import Engine, Finish, Output, Request, Sampling
 
 TIE = 1e-4
@@ -50,6 +54,16 @@ class Collected:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.finishes) == count or engine.failure, timeout=600)
         assert engine.failure is None
+
+
+@pytest.fixture(scope="module")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct as a model directory: converted once (20 s), then kept beside the installed packages."""
+    converter = Path(prepare.__file__).with_name("gguf.py").read_bytes()
+    directory = Path(sys.prefix, "everbatch-models", f"smollm2-{hashlib.sha256(converter).hexdigest()[:12]}")
+    # As the command, so that whatever the conversion imports and warns of stays in its own process.
+    subprocess.run([sys.executable, "-m", prepare.__name__, "smollm2-135m-instruct", directory], check=True)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +120,18 @@ def find_ties(request: Request, generated: list[int], reference: torch.nn.Module
         if token != int(row.argmax()):
             ties.append(f"job {request.id}, token {position}: {token} and {int(row.argmax())} tie within {gap:.1e}")
     return ties
+
+
+def test_the_converted_model_is_a_plain_llama_in_bf16(smollm2_dir: Path) -> None:
+    config = json.loads((smollm2_dir / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
+    with (smollm2_dir / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    assert {tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"} == {"BF16"}
+    assert (smollm2_dir / "tokenizer.json").is_file()
+    assert "<|im_start|>" in (smollm2_dir / "chat_template.jinja").read_text()
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(64, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])

@@ -64,18 +64,6 @@ def test_a_missing_wheel_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch)
         prepare.find_smollm2_gguf()
 
 
-def test_the_converted_model_is_a_plain_llama_in_bf16(smollm2_dir: Path) -> None:
-    config = json.loads((smollm2_dir / "config.json").read_text())
-    assert config["model_type"] == "llama"
-    assert config["dtype"] == "bfloat16"
-    assert "quantization_config" not in config
-    with (smollm2_dir / "model.safetensors").open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    assert {tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"} == {"BF16"}
-    assert (smollm2_dir / "tokenizer.json").is_file()
-    assert "<|im_start|>" in (smollm2_dir / "chat_template.jinja").read_text()
-
-
 def test_preparing_the_echo_model_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys\n"
