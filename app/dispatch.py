@@ -70,6 +70,8 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
     A message that cannot be sent is a lost one: the sweep finds its jobs and they are dispatched again.
     """
     with database.transaction() as session:
+        if not _waits(session, model):
+            return 0
         session.execute(select(func.pg_advisory_xact_lock(DISPATCH_LOCK)))
         free_slots = _free_slots(session, model)
         max_per_task = _max_per_task(session, model)
@@ -79,6 +81,12 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
         for start in range(0, len(jobs), per_task):
             broker.send_jobs(model, tier, jobs[start : start + per_task])
     return sum(map(len, chosen.values()))
+
+
+def _waits(session: Session, model: str) -> bool:
+    """Whether there is anything to dispatch; nearly always there is not, and the rest of a round is ten statements."""
+    waiting = select(Job.id).where(Job.model == model, Job.status == "queued", Job.dispatch_number.is_(None))
+    return session.scalar(waiting.limit(1)) is not None
 
 
 def _free_slots(session: Session, model: str) -> int:

@@ -172,6 +172,8 @@ def usage_of(job: Job) -> dict[str, int]:
 
 def _persisted(session: Session, job_ids: Collection[str]) -> dict[str, tuple[str, int]]:
     """The joined text and the number of tokens of each job's events: the result is what was shown, by construction."""
+    if not job_ids:
+        return {}
     rows = session.execute(
         text(
             "select job_id, coalesce(string_agg(text, ''::bytea order by number), ''::bytea) as text,"
@@ -219,18 +221,12 @@ def submit(
     The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
     Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs in line.
     """
-    if idempotency is not None:
-        earlier = _remembered(session, tenant_id, idempotency)
-        if earlier is not None:
-            return earlier, [], False
-    _refuse_when_full(session, tenant_id, max_queued)
     job = _new_job(tenant_id, submission, db.now(session))
     if idempotency is not None and not _remember(session, tenant_id, idempotency, job.id):
-        # Somebody else used the key at the same moment and has committed since: his job is the one. Nothing of ours
-        # was written yet, and the next statement of a READ COMMITTED transaction sees what he wrote.
-        earlier = _remembered(session, tenant_id, idempotency)
-        assert earlier is not None
-        return earlier, [], False
+        # Somebody used the key before, or at the same moment and has committed since: his job is the one. Nothing of
+        # ours was written, and the next statement of a READ COMMITTED transaction sees what he wrote.
+        return _remembered(session, tenant_id, idempotency), [], False
+    _refuse_when_full(session, tenant_id, max_queued)
     session.add(job)
     session.flush()
     return job, [_first_event(session, job)], True
@@ -322,10 +318,9 @@ def _refuse_when_full(session: Session, tenant_id: str, max_queued: int) -> None
         raise QueueFull
 
 
-def _remembered(session: Session, tenant_id: str, idempotency: Idempotency) -> Job | None:
-    record = session.get(tables.IdempotencyRecord, (tenant_id, idempotency.key))
-    if record is None:
-        return None
+def _remembered(session: Session, tenant_id: str, idempotency: Idempotency) -> Job:
+    """The job that the key is bound to."""
+    record = session.get_one(tables.IdempotencyRecord, (tenant_id, idempotency.key))
     if record.fingerprint != idempotency.fingerprint:
         raise KeyReused(param="Idempotency-Key")
     try:
