@@ -76,7 +76,7 @@ class Settings(BaseSettings):
     """How often a worker says that it lives."""
     sweep_interval_s: float = Field(default=1.0, gt=0)
     """How often lost messages, dead workers and passed deadlines are looked for."""
-    dispatch_interval_s: float = Field(default=0.25, gt=0)
+    dispatch_interval_s: float = Field(default=1.0, gt=0)
     """How often waiting jobs are looked at when nobody nudged."""
     flush_interval_ms: float = Field(default=50.0, gt=0)
     """How long new tokens may wait for their common write."""

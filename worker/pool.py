@@ -49,6 +49,8 @@ OTHERS = 2
 """Threads for tasks that are not the engine's, such as Celery's own."""
 TICK_S = 0.1
 """The hub wakes so often at least, to see whether the engine has room for a tier that it had none for."""
+GIL_SWITCH_S = 0.0005
+"""A lane of the engine that comes back from an operation waits no longer than this for a thread that runs Python."""
 TIME_LIMIT = "time_limit"
 """The code of a job whose message had a time limit that passed."""
 
@@ -99,6 +101,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         """Load the model and join the workers. What cannot be mended by a new start ends the process with one line."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, _leave_at_once)  # while the model loads nothing is ours yet
+        sys.setswitchinterval(GIL_SWITCH_S)
         self._settings = get_settings()
         try:
             model = models.describe(self._settings)
