@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -39,7 +40,7 @@ class Settings(BaseSettings):
     """auto: bfloat16 where the hardware multiplies it fast, float32 elsewhere."""
     max_num_seqs: int = Field(default=64, ge=1, le=4096)
     """Slots: sequences in the running batch."""
-    max_num_batched_tokens: int = Field(default=256, ge=1)
+    max_num_batched_tokens: int = Field(default=256, ge=1, validate_default=True)
     """Tokens computed in one step, decodes and prefill pieces together."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory of the KV cache on a CPU, in GiB."""
@@ -92,6 +93,15 @@ class Settings(BaseSettings):
     """What a receiver has from connect to answer, in seconds; shorter than the lease of an attempt."""
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
     """A stream that has nothing to say shows that it lives so often."""
+
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _holds_every_slot(cls, tokens: int, others: ValidationInfo) -> int:
+        slots = others.data.get("max_num_seqs", 1)
+        if tokens < slots:
+            why = "Input should be at least EVERBATCH_MAX_NUM_SEQS = {slots}: a step holds a token for each slot"
+            raise PydanticCustomError("too_few_tokens", why, {"slots": slots})
+        return tokens
 
 
 class ClientSettings(BaseSettings):

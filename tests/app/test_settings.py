@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from app.settings import Settings, environment
+from app.settings import Settings, complaint, environment
 
 
 def test_child_reads_the_very_settings_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +35,13 @@ def test_wrong_value_stops_the_start_with_its_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("EVERBATCH_PORT", "65536")
     with pytest.raises(ValidationError, match=r"(?s)port.*65536"):
         Settings()
+
+
+def test_a_step_that_cannot_hold_every_slot_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERBATCH_MAX_NUM_SEQS", "512")
+    with pytest.raises(ValidationError) as refusal:
+        Settings()
+    assert complaint(refusal.value) == (
+        "EVERBATCH_MAX_NUM_BATCHED_TOKENS is 256:"
+        " Input should be at least EVERBATCH_MAX_NUM_SEQS = 512: a step holds a token for each slot"
+    )
