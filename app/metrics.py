@@ -27,14 +27,17 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
         self.port: int | None = None
-        """Where it listens, also written to the log; None when it could not."""
+        """Where it listens; None when it could not."""
+        self.url: str | None = None
+        """Where its metrics are, also written to the log."""
         try:
             self._server, self._thread = start_http_server(settings.metrics_port, settings.metrics_host, registry)
         except OSError as error:
             logger.error("no metrics at %s:%d: %s", settings.metrics_host, settings.metrics_port, error)
             return
         self.port = int(self._server.server_port)
-        logger.info("metrics at http://%s:%d/metrics", settings.metrics_host, self.port)
+        self.url = f"http://{settings.metrics_host}:{self.port}/metrics"
+        logger.info("metrics at %s", self.url)
 
     def close(self) -> None:
         if self.port is not None:

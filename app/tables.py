@@ -212,6 +212,8 @@ class Worker(Base):
     pid: Mapped[int]
     slots: Mapped[int]
     free_slots: Mapped[int]
+    metrics_url: Mapped[str | None]
+    """Where it answers with its metrics, on its own host; none when its port was taken."""
     steps: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
     """The engine's step counter: health is progress."""
     started_at: Mapped[datetime] = mapped_column(server_default=NOW)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
-from app.cli.demo.readings import Reading, read_worker
+from app.cli.demo.readings import Reading, read_worker, worker_metrics_url
 from app.client import Client
-from app.home import Home
+from app.db import Database
+from app.embedded import running_database_url
+from app.settings import Settings
 from app.supervisor import Ready
 from app.tiers import Tier
 
@@ -59,8 +60,15 @@ def paid_client(service: Ready) -> Client:
 
 
 def metrics_url(home: Path) -> str:
-    """Where the engine worker said that its metrics are."""
-    return re.findall(r"http://[0-9.]+:\d+/metrics", Home(home).log("engine1").read_text())[-1]
+    """Where the engine worker answers with its metrics."""
+    database = Database(running_database_url(Settings(home=home, database_url=None)))
+    try:
+        with database.transaction() as session:
+            url = worker_metrics_url(session)
+    finally:
+        database.close()
+    assert url is not None
+    return url
 
 
 def reading(url: str) -> Reading:

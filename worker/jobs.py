@@ -222,6 +222,7 @@ class JobService:
             metrics=metrics,
         )
         engine.start(self._writer.on_outputs)
+        self._metrics_server = MetricsServer(metrics.registry, settings)
         self._watchdog = Watchdog(engine, patience_s=settings.watchdog_s)
         self._lease = Lease(
             self._database,
@@ -230,13 +231,13 @@ class JobService:
             engine,
             self._writer,
             model_name=model.name,
+            metrics_url=self._metrics_server.url,
             heartbeat_s=settings.heartbeat_s,
             on_freed=self._dispatcher.nudge,
         )
         self._claimer = Claimer(
             self._database, self._redis, self._attempts, engine, self._writer, self._lease, self._dispatcher
         )
-        self._metrics_server = MetricsServer(metrics.registry, settings)
         self._dispatcher.nudge()
 
     def take(self, task: Task) -> None:

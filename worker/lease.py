@@ -41,6 +41,7 @@ class Lease:
         writer: ProgressWriter,
         *,
         model_name: str,
+        metrics_url: str | None,
         heartbeat_s: float,
         on_freed: Callable[[], None],
     ) -> None:
@@ -54,6 +55,7 @@ class Lease:
         self._engine = engine
         self._writer = writer
         self._model_name = model_name
+        self._metrics_url = metrics_url
         self._heartbeat_s = heartbeat_s
         self._on_freed = on_freed
         self._strays: set[str] = set()
@@ -94,6 +96,7 @@ class Lease:
             pid=os.getpid(),
             slots=stats.slots,
             free_slots=stats.slots,
+            metrics_url=self._metrics_url,
             steps=stats.steps,
             dead=False,
         )

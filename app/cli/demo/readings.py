@@ -165,6 +165,12 @@ def live_worker_pids(session: Session) -> list[int]:
     return list(session.scalars(select(Worker.pid).where(Worker.dead.is_(False))))
 
 
+def worker_metrics_url(session: Session) -> str | None:
+    """Of the newest engine worker that nobody declared dead; None where there is none."""
+    alive = select(Worker.metrics_url).where(Worker.dead.is_(False))
+    return session.scalar(alive.order_by(Worker.started_at.desc()).limit(1))
+
+
 def _are_whole(numbers: Sequence[int], kinds: Sequence[str]) -> bool:
     ends = [kind in TERMINAL for kind in kinds]
     return list(numbers) == list(range(1, len(numbers) + 1)) and ends == [False] * (len(ends) - 1) + [True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from app.models import Model, describe
 from app.settings import Settings, environment
 
 _STOP_S = 60.0
-_METRICS = re.compile(r"http://[0-9.]+:\d+/metrics")
 
 
 @dataclass(frozen=True)
@@ -33,16 +31,10 @@ class Service:
     """A running `everbatch up` with one engine worker."""
 
     access: Access
-    home: Home
     worker_pid: int
     """Of the first life of its engine worker."""
     database: Database
     model: Model
-
-    def worker_metrics_url(self) -> str | None:
-        """Where the engine worker of now answers with its metrics; None while it has not said so."""
-        said = _METRICS.findall(self.home.log("engine1").read_text(errors="replace"))
-        return said[-1] if said else None
 
 
 @contextmanager
@@ -84,8 +76,7 @@ def _share_models(lasting: Home, fresh: Home) -> None:
 
 @contextmanager
 def _up(settings: Settings) -> Iterator[Service]:
-    home = Home(settings.home)
-    log = home.log("up")
+    log = Home(settings.home).log("up")
     command = [sys.executable, "-m", "app.cli", "up", "--port", "0", "--json"]
     process = spawn(command, environment=environment(settings), cwd=PROJECT, log=log, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -97,7 +88,7 @@ def _up(settings: Settings) -> Iterator[Service]:
         (worker_pid,) = said.pop("worker_pids")
         database = Database(embedded.running_database_url(settings))
         try:
-            yield Service(Access(**said), home, worker_pid, database, describe(settings))
+            yield Service(Access(**said), worker_pid, database, describe(settings))
         finally:
             database.close()
     finally:

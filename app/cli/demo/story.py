@@ -19,7 +19,16 @@ import httpx
 from app.children import wait_until
 from app.cli.demo.follower import Follower
 from app.cli.demo.narrator import Failed, Narrator
-from app.cli.demo.readings import Persisted, Reading, Recorder, live_worker_pids, persisted, read_worker, recorder
+from app.cli.demo.readings import (
+    Persisted,
+    Reading,
+    Recorder,
+    live_worker_pids,
+    persisted,
+    read_worker,
+    recorder,
+    worker_metrics_url,
+)
 from app.cli.demo.receiver import Receiver
 from app.cli.demo.service import Service
 from app.client import ENDED_BATCH, Client, Event, Job
@@ -336,7 +345,8 @@ class Story:
         return job
 
     def _read_worker(self) -> Reading | None:
-        url = self._service.worker_metrics_url()
+        with self._service.database.transaction() as session:
+            url = worker_metrics_url(session)
         try:
             return None if url is None else read_worker(url, time.monotonic())
         except httpx.HTTPError:
