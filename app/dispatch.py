@@ -1,7 +1,7 @@
 """Which waiting job goes to the broker next: the one owner of order between tenants and jobs.
 
-Jobs wait in Postgres. Only a small window per tier is at the broker: the free slots that live workers report, plus a
-little. Several dispatchers may run.
+Jobs wait in Postgres. Only a small window per tier is at the broker: the slots of live workers that no running job
+fills, plus a little. Several dispatchers may run.
 """
 
 from __future__ import annotations

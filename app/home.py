@@ -6,7 +6,9 @@ home/                   0711 as root, so that the embedded Postgres, which runs 
   models/NAME/          converted models
   logs/NAME.log         what the processes of `everbatch up` write
   secrets/NAME          0600 each, made once
-  keys.json             0600, the two keys that `everbatch up` prints
+  files/ID              bytes of uploaded and generated files
+  secret.key            0600, the Fernet key, where EVERBATCH_SECRET_KEY names none
+  keys.json             0600, address, keys and webhook secret of `everbatch up`
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ColumnElement, Integer, and_, cast, delete, func, select, text, update
+from sqlalchemy import ColumnElement, and_, delete, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session, undefer
 from sqlalchemy.orm.attributes import set_committed_value
@@ -618,11 +618,3 @@ def forget_lost_messages(session: Session, model: str, tier: Tier, *, queue_is_e
         .execution_options(synchronize_session=False)
     )
     return len(forgotten.all())
-
-
-def count_by_status(session: Session, batch_id: str) -> dict[Status, int]:
-    """How many rows of a batch stand in each status."""
-    rows = session.execute(
-        select(Job.status, cast(func.count(), Integer)).where(Job.batch_id == batch_id).group_by(Job.status)
-    )
-    return {Status(status): count for status, count in rows}

@@ -45,7 +45,7 @@ class Settings(BaseSettings):
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory of the KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)
-    """Share of a GPU's memory that weights and KV cache may take."""
+    """Share of a GPU's memory that weights, activations and KV cache may take together."""
     echo_step_ms: float = Field(default=5.0, ge=0)
     """How long a step of the echo engine takes, in milliseconds."""
 
@@ -54,16 +54,16 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Where the API listens; 0 takes a free one."""
     api_threads: int = Field(default=256, ge=8)
-    """Threads of an API process; streams take all but 32 of them."""
+    """Threads of an API process; streams take all but 32 of them, and at least one."""
     metrics_host: str = "127.0.0.1"
     """Private bind of /metrics, for the API and for each worker."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """0: any free port, written to the log."""
+    """Port of /metrics; 0: any free one, written to the log. A fixed one serves one process per host."""
 
     max_prompt_bytes: int = Field(default=1_000_000, ge=1)
-    """Size of a request body, in bytes."""
+    """Largest request body or batch line, in bytes."""
     max_queued_jobs: int = Field(default=10_000, ge=1)
-    """Queued paid and free jobs of one tenant; above it, submit answers 429."""
+    """Queued jobs of one tenant, rows of batches not counted; at so many, submit answers 429."""
     max_open_batches: int = Field(default=100, ge=1)
     """Batches of one tenant that have not ended; above it, creating one answers 429."""
     max_file_bytes: int = Field(default=200_000_000, ge=1)
@@ -74,17 +74,17 @@ class Settings(BaseSettings):
     lease_s: float = Field(default=5.0, gt=0)
     """A worker whose heartbeat is older is dead, in seconds of database time."""
     heartbeat_s: float = Field(default=0.5, gt=0)
-    """How often a worker says that it lives."""
+    """Seconds between two heartbeats of a worker."""
     sweep_interval_s: float = Field(default=1.0, gt=0)
-    """How often lost messages, dead workers and passed deadlines are looked for."""
+    """Seconds between two looks for lost messages, dead workers and passed deadlines."""
     dispatch_interval_s: float = Field(default=1.0, gt=0)
-    """How often waiting jobs are looked at when nobody nudged."""
+    """Seconds between two looks at waiting jobs when nobody nudged."""
     flush_interval_ms: float = Field(default=50.0, gt=0)
-    """How long new tokens may wait for their common write."""
+    """How long new tokens may wait for their common write, in milliseconds."""
     drain_s: float = Field(default=10.0, ge=0)
-    """On SIGTERM, running jobs may finish for so long; the rest are handed back."""
+    """On SIGTERM, running jobs may finish for so many seconds; the rest are handed back."""
     watchdog_s: float = Field(default=60.0, gt=0)
-    """An engine with work that makes no step for so long is stuck: its worker ends, and the jobs resume elsewhere."""
+    """An engine with work and no step for so many seconds is stuck: its worker ends, and the jobs resume elsewhere."""
     max_deaths: int = Field(default=5, ge=1)
     """Workers that may die under one job without progress before it fails as poison."""
     webhook_allow_private: bool = False
@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     webhook_timeout_s: float = Field(default=15.0, gt=0, le=30)
     """What a receiver has from connect to answer, in seconds; shorter than the lease of an attempt."""
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
-    """A stream that has nothing to say shows that it lives so often."""
+    """Seconds of silence after which a stream shows that it lives."""
 
     @field_validator("max_num_batched_tokens")
     @classmethod

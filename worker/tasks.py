@@ -1,4 +1,4 @@
-"""The bodies of the Celery tasks. Celery's own trace runs around them, for signals, events and results."""
+"""The body of the engine worker's Celery task. Celery's own trace runs around them, for signals, events and results."""
 
 from __future__ import annotations
 

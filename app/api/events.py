@@ -17,7 +17,7 @@ from werkzeug.exceptions import MethodNotAllowed
 from app import events, jobs
 from app.api.auth import authenticate, tenant
 from app.api.errors import DATABASE_AWAY
-from app.api.jobs import checked_id
+from app.api.pages import checked_id
 from app.api.services import Services, services
 from app.errors import InvalidRequest
 from app.events import Event
@@ -39,7 +39,7 @@ def stream(job_id: str) -> Response:
     own = services()
     after = _resume_point()
     with own.database.transaction() as session:
-        job = jobs.find(session, tenant().id, checked_id(job_id), with_output=False)
+        job = jobs.find(session, tenant().id, checked_id("job", job_id), with_output=False)
         if Status(job.status).is_terminal and events.last_numbers(session, [job_id])[job_id] <= after:
             return Response(status=204, content_type="text/event-stream")
     leave = own.streams.enter()

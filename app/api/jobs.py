@@ -11,9 +11,10 @@ from flask import Blueprint, Response, jsonify, request, url_for
 from app import jobs, submissions
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
+from app.api.pages import asked_page, checked_id, listing
 from app.api.services import services
 from app.bodies import fingerprint
-from app.errors import InvalidRequest, NotFound
+from app.errors import InvalidRequest
 from app.jobs import Idempotency, Status
 from app.tables import Job
 from app.tiers import Plan
@@ -21,7 +22,6 @@ from app.tiers import Plan
 blueprint = Blueprint("jobs", __name__, url_prefix="/v1/jobs")
 blueprint.before_request(authenticate)
 
-_JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 _IDEMPOTENCY_KEY = re.compile(r'"[ -!#-~]{1,255}"|[!#-~][ -~]{0,254}')
 """A structured field's string, or bare as older clients send it."""
 _PAGE = 20
@@ -66,30 +66,18 @@ def submit() -> Response:
 @blueprint.get("")
 def list_jobs() -> Response:
     """The tenant's jobs, newest first."""
-    limit = _limit(request.args.get("limit"))
-    after = request.args.get("after")
-    if after is not None and not _JOB_ID.fullmatch(after):
-        raise InvalidRequest("after must be the id of a job", param="after")
+    page = asked_page("job", limit=_PAGE, max_limit=_MAX_PAGE)
+    status = _status(request.args.get("status"))
     with services().database.transaction() as session:
-        found = jobs.page(
-            session, tenant().id, after=after, limit=limit + 1, status=_status(request.args.get("status"))
-        )
-        page = found[:limit]
-        jobs.add_progress(session, page)
-        data = [job_object(job) for job in page]
-    return jsonify(
-        object="list",
-        data=data,
-        has_more=len(found) > limit,
-        first_id=data[0]["id"] if data else None,
-        last_id=data[-1]["id"] if data else None,
-    )
+        found = jobs.page(session, tenant().id, after=page.after, limit=page.to_fetch, status=status)
+        jobs.add_progress(session, found[: page.limit])
+        return listing(found, page, job_object)
 
 
 @blueprint.get("/<job_id>")
 def read(job_id: str) -> Response:
     with services().database.transaction() as session:
-        job = jobs.find(session, tenant().id, checked_id(job_id))
+        job = jobs.find(session, tenant().id, checked_id("job", job_id))
         jobs.add_progress(session, [job])
         return jsonify(job_object(job))
 
@@ -97,7 +85,7 @@ def read(job_id: str) -> Response:
 @blueprint.delete("/<job_id>")
 def delete(job_id: str) -> Response:
     with services().database.transaction() as session:
-        moved = jobs.remove(session, tenant().id, checked_id(job_id))
+        moved = jobs.remove(session, tenant().id, checked_id("job", job_id))
     services().publish(moved)
     return jsonify(id=job_id, object="job", deleted=True)
 
@@ -106,7 +94,7 @@ def delete(job_id: str) -> Response:
 def cancel(job_id: str) -> Response:
     """From the commit on no further token is shown or charged. A body is ignored: clients send an empty one."""
     with services().database.transaction() as session:
-        job, moved = jobs.cancel(session, tenant().id, checked_id(job_id))
+        job, moved = jobs.cancel(session, tenant().id, checked_id("job", job_id))
         shown = job_object(job)
     services().publish(moved)
     services().dispatcher.nudge()
@@ -132,13 +120,6 @@ def job_object(job: Job) -> dict[str, Any]:
     }
 
 
-def checked_id(job_id: str) -> str:
-    """The id of a path, if it can be one at all. Raises NotFound."""
-    if not _JOB_ID.fullmatch(job_id):
-        raise NotFound(f"There is no job '{job_id[:64]}'", param="id")
-    return job_id
-
-
 def _time(moment: datetime | None) -> str | None:
     """RFC 3339 in UTC, to the microsecond."""
     if moment is None:
@@ -153,14 +134,6 @@ def _idempotency_key() -> str | None:
     if not _IDEMPOTENCY_KEY.fullmatch(key):
         raise InvalidRequest("Idempotency-Key must be 1 to 255 printable ASCII characters", param="Idempotency-Key")
     return key[1:-1] if key.startswith('"') else key
-
-
-def _limit(value: str | None) -> int:
-    if value is None:
-        return _PAGE
-    if not re.fullmatch(r"[0-9]{1,3}", value) or not 1 <= int(value) <= _MAX_PAGE:
-        raise InvalidRequest(f"limit must be an integer from 1 to {_MAX_PAGE}", param="limit")
-    return int(value)
 
 
 def _status(value: str | None) -> Status | None:

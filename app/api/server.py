@@ -21,11 +21,13 @@ from gunicorn.http.errors import (
     UnsupportedTransferCoding,
 )
 from gunicorn.workers.gthread import ThreadWorker
+from pydantic import ValidationError
 
 from app import logs
 from app.api import errors
 from app.api.services import PerProcess
 from app.errors import SetupError
+from app.settings import complaint
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         try:
             super().load_wsgi()
             self._services().get()
-        except (SetupError, OSError) as error:
-            sys.stderr.write(f"{error}\n")
+        except (SetupError, OSError, ValidationError) as error:
+            sys.stderr.write(f"{complaint(error) if isinstance(error, ValidationError) else error}\n")
             sys.exit(Arbiter.APP_LOAD_ERROR)  # tells gunicorn not to try again
 
     def handle_exit(self, signal: int, frame: Any) -> None:
