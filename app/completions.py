@@ -8,7 +8,6 @@ from app import jobs
 from app.tables import Job
 
 CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
 
 
 def completion_object(job: Job, endpoint: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Prompts → token ids, once, at submit: the model's tokenizer and its chat template in a sandbox. No torch.
 
-User text is text, never control tokens: "<|im_end|>" in a message is encoded letter by letter.
+User text is text, never control tokens: "<|im_end|>" in a message is encoded as ordinary text.
 """
 
 from __future__ import annotations

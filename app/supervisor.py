@@ -182,7 +182,7 @@ class Supervisor:
             child.start()
 
     def _child(self, name: str, command: list[str]) -> Child:
-        # PASSIVE: idle OpenMP threads sleep. Spinning ones slow a machine with other busy processes down tenfold.
+        # PASSIVE: idle OpenMP threads sleep, and leave the cores to the other processes.
         variables = {**environment(self._settings), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
         return Child(name, command, self._home.log(name), variables)
 

@@ -60,7 +60,7 @@ class BlockPool:
         return tuple(taken)
 
     def retain(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each of these blocks, which must have one already."""
+        """Add one reference to each of these blocks. Raises ValueError for a block that has none."""
         for block_id in block_ids:
             if not self._references[block_id]:
                 raise ValueError(f"block {block_id} is free and cannot be shared")

@@ -56,8 +56,6 @@ class Request:
     """Tokens that earlier attempts generated and persisted: prefilled, never sampled or shown again."""
     rank: int = 0
     """Tier rank: 0 goes first, and takes slots from higher ranks."""
-    tenant: str = ""
-    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

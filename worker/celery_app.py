@@ -28,8 +28,8 @@ from worker.tasks import JobsFailed, generate
 IO_THREADS = 16
 """Webhooks posted at once."""
 
-# Idle OpenMP threads sleep instead of spinning: where other processes are busy, spinning slows torch down tenfold. Read
-# by the OpenMP library when torch is imported, which the engine's pool does after this.
+# Idle OpenMP threads sleep instead of spinning, and leave the cores to the other processes. Read by the OpenMP library
+# when torch is imported, which the engine's pool does after this.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

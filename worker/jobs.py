@@ -188,8 +188,6 @@ def request_of(request_id: str, claim: Claim) -> Request:
         sampling=Sampling(stop=stop, **sampling),
         resumed_ids=claim.resumed_ids,
         rank=POLICIES[claim.tier].rank,
-        tenant=claim.tenant_id,
-        weight=POLICIES[claim.tier].weight,
     )
 
 

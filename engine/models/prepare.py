@@ -37,7 +37,7 @@ def find_smollm2_gguf() -> Path:
 
 
 def write_smollm2(directory: Path) -> None:
-    """Convert the wheel's GGUF file to bf16 safetensors; takes about 20 s and 1.3 GB of memory."""
+    """Convert the wheel's GGUF file to bf16 safetensors; takes about 20 s and 1.2 GB of memory."""
     gguf = find_smollm2_gguf()
     # Imported here: preparing the echo model must not need torch, nor wait seconds for it.
     from engine.models.gguf import convert
