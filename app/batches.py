@@ -23,14 +23,15 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session, undefer
 
 from app import db, files, jobs, submissions, webhooks
+from app.addresses import check_url
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull, Refusal
 from app.events import Event
-from app.files import Draft, Shelf
 from app.ids import new_id
 from app.jobs import Submission
 from app.models import Model
 from app.rows import Desk, Line, Row, count_rows, encoded, line_of_job, line_of_unread, read_lines, row_of
 from app.settings import Settings
+from app.shelf import Draft, Shelf
 from app.tables import Batch, Job
 from app.tiers import Tier
 
@@ -98,7 +99,7 @@ def parse(body: Mapping[str, Any], settings: Settings) -> Request:
         raise InvalidRequest(f"endpoint must be one of {', '.join(submissions.ROW_ENDPOINTS)}", param="endpoint")
     _window(request.completion_window)
     if request.webhook is not None:
-        webhooks.check_url(request.webhook.url, settings)
+        check_url(request.webhook.url, settings)
     return request
 
 

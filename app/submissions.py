@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from pydantic_core import ErrorDetails
 
 from app import tiers
+from app.addresses import check_url
 from app.bodies import field_path
 from app.errors import InvalidRequest, NotFound
 from app.jobs import Submission
@@ -20,7 +21,6 @@ from app.models import Model
 from app.prompts import Prompts
 from app.settings import Settings
 from app.tiers import Plan
-from app.webhooks import check_url
 
 DEFAULT_MAX_TOKENS = 256
 """Where the client names none and so many fit."""

@@ -12,8 +12,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from app import batches, events, files
 from app.db import Database
 from app.errors import Refusal
-from app.files import Shelf
 from app.rows import Desk
+from app.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from app import models
 from app.broker import Broker, BrokerError
 from app.db import Database
 from app.dispatch import Dispatcher
-from app.files import Shelf
 from app.models import Model
 from app.prompts import Prompts
 from app.rows import Desk
 from app.settings import Settings, get_settings
+from app.shelf import Shelf
 from app.vault import Vault
 from worker import batches, webhooks
 from worker.sweep import Sweeper

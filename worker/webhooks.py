@@ -21,6 +21,7 @@ from requests_hardened.ip_filter import InvalidIPAddress
 from requests_hardened.ip_filter_adapter import IPFilterAdapter
 
 from app import webhooks
+from app.addresses import check_url, is_public
 from app.broker import Broker, BrokerError
 from app.db import Database
 from app.errors import InvalidRequest
@@ -85,7 +86,7 @@ def post(outgoing: Outgoing, delivery_id: str, settings: Settings) -> Outcome:
     headers = webhooks.sign(outgoing.secret, delivery_id, int(time.time()), outgoing.body) | _HEADERS
     with _Deadline(settings.webhook_timeout_s) as deadline:
         try:
-            webhooks.check_url(outgoing.url, settings)  # the operator may have become stricter since
+            check_url(outgoing.url, settings)  # the operator may have become stricter since
             with _session(settings, deadline) as session:
                 reply = session.post(outgoing.url, data=outgoing.body.encode(), headers=headers, stream=True)
                 if deadline.has_passed:
@@ -207,7 +208,7 @@ class _PublicAdapter(_WatchedAdapter, IPFilterAdapter):  # type: ignore[misc]
 
     def build_connection_pool_key_attributes(self, *args: Any, **kwargs: Any) -> Any:
         host, pool = super().build_connection_pool_key_attributes(*args, **kwargs)
-        if not webhooks.is_public(ipaddress.ip_address(host["host"].strip("[]"))):
+        if not is_public(ipaddress.ip_address(host["host"].strip("[]"))):
             raise InvalidIPAddress
         return host, pool
 

@@ -15,7 +15,7 @@ from app.api.auth import authenticate, tenant
 from app.api.pages import asked_page, checked_id, listing
 from app.api.services import services
 from app.errors import InvalidRequest, MalformedBody, NotFound, PayloadTooLarge
-from app.files import Draft, Shelf
+from app.shelf import Draft, Shelf
 from app.tables import File
 
 blueprint = Blueprint("files", __name__, url_prefix="/v1/files")

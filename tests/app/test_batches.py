@@ -17,12 +17,12 @@ from app.batches import Status
 from app.db import Database
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
 from app.events import Delta, append_tokens
-from app.files import Shelf
 from app.jobs import Finished
 from app.models import Model
 from app.prompts import Prompts
 from app.rows import Desk
 from app.settings import Settings
+from app.shelf import Shelf
 from app.tables import NOW, Batch, Delivery, Job
 
 TEXT = "/v1/completions"

@@ -12,8 +12,8 @@ import pytest
 from app import batches, files
 from app.db import Database
 from app.errors import Conflict, NotFound, PayloadTooLarge, Unavailable
-from app.files import Shelf
 from app.settings import Settings
+from app.shelf import Shelf
 from app.tables import File
 
 

@@ -15,9 +15,9 @@ from sqlalchemy import func, select, update
 from standardwebhooks import Webhook
 
 from app import batches, files, tables, tenants
-from app.files import Shelf
 from app.prompts import Prompts
 from app.rows import Desk
+from app.shelf import Shelf
 from app.vault import Vault
 from worker.batches import advance_batches, remove_strays
 

@@ -11,12 +11,12 @@ import pytest
 
 from app import batches, jobs
 from app.db import Database
-from app.files import Shelf
 from app.jobs import Finished, Status
 from app.models import Model
 from app.prompts import Prompts
 from app.rows import Desk
 from app.settings import Settings
+from app.shelf import Shelf
 from app.tables import Job
 
 UNKNOWN = f"batch_{'0' * 32}"
