@@ -368,6 +368,7 @@ def _known_custom_ids(session: Session, batch: Batch, rows: Sequence[Row]) -> di
 
 
 def _reject(session: Session, batch: Batch, row: Row, refusal: Refusal, model: Model) -> list[Event]:
+    error = {"code": refusal.code, "message": f"line {row.number}: {refusal.message}"}
     return jobs.reject_row(
         session,
         batch.tenant_id,
@@ -377,7 +378,7 @@ def _reject(session: Session, batch: Batch, row: Row, refusal: Refusal, model: M
         tier=Tier.BULK,
         model=model.name,
         model_revision=model.revision,
-        error={"code": refusal.code, "message": f"line {row.number}: {refusal.message}"},
+        error=error if refusal.param is None else {**error, "param": refusal.param},
     )
 
 

@@ -185,5 +185,5 @@ def _refusal_of(job: Job) -> tuple[int, dict[str, Any]]:
     """The status and body of a row that failed: 400 where it never ran, 500 where it failed while it did."""
     status_code, kind = (400, "invalid_request_error") if job.attempt == 0 else (500, "server_error")
     error = job.error or {}
-    body = {"message": error.get("message"), "type": kind, "param": None, "code": error.get("code")}
+    body = {"message": error.get("message"), "type": kind, "param": error.get("param"), "code": error.get("code")}
     return status_code, {"error": body}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -27,9 +28,9 @@ class Settings(BaseSettings):
 
     home: Path = Field(default_factory=_default_home)
     """Data of the embedded servers, converted models, uploaded files, secrets."""
-    database_url: str | None = None
+    database_url: str | None = Field(default=None, pattern=r"^postgresql\+psycopg://")
     """A Postgres ≥ 15 of one's own; unset: the embedded one in the home."""
-    redis_url: str | None = None
+    redis_url: str | None = Field(default=None, pattern=r"^(rediss?|unix)://")
     """A Redis or Valkey of one's own; unset: the embedded one in the home."""
     secret_key: SecretStr | None = None
     """Encrypts webhook secrets at rest (a Fernet key); unset: made once and kept in the home."""
@@ -135,6 +136,10 @@ def get_settings() -> Settings:
 def complaint(error: ValidationError) -> str:
     """What is wrong with the environment: a line for each variable, with its name and value."""
     return "\n".join(
-        f"EVERBATCH_{'_'.join(map(str, each['loc'])).upper()} is {each['input']!r}: {each['msg']}"
+        f"EVERBATCH_{'_'.join(map(str, each['loc'])).upper()} is {_without_password(each['input'])!r}: {each['msg']}"
         for each in error.errors()
     )
+
+
+def _without_password(value: object) -> object:
+    return re.sub(r"//[^/]*@", "//…@", value) if isinstance(value, str) else value

@@ -127,7 +127,11 @@ class Supervisor:
         urls = {"database_url": servers.database_url, "redis_url": servers.redis_url}
         self._settings = self._settings.model_copy(update=urls)
         self._servers_started_at = time.monotonic()
-        migrate(servers.database_url)
+        try:
+            migrate(servers.database_url)
+        except OperationalError as error:
+            said = str(error.orig).strip().splitlines()[0]
+            raise SetupError(f"The database of EVERBATCH_DATABASE_URL does not do this: {said}") from None
         self._prepare_model()
         model = models.describe(self._settings)
         database = Database(servers.database_url)

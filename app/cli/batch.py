@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from app.cli.connection import json_option, with_client
+from app.cli.connection import checked_id, json_option, with_client
 from app.client import Batch, Client
 
 _CHAT = "/v1/chat/completions"
@@ -46,14 +46,17 @@ def run(client: Client, file: Path, output: Path | None, errors: Path | None, as
     when all rows succeeded, 1 when some did not, 3 when the batch was cancelled. Ctrl-C leaves the batch alone:
     `everbatch batch fetch` takes up where this stopped.
     """
+    places = _places(file.stem, output, errors)
+    if file.resolve() in (places.output.resolve(), places.errors.resolve()):
+        raise click.UsageError(f"--output and --errors must not be FILE itself, {file}")
     endpoint = _endpoint(file)
     uploaded = client.upload(file)
     made = client.create_batch(uploaded["id"], endpoint=endpoint)
-    _finish(client, made["id"], _places(file.stem, output, errors), as_json=as_json)
+    _finish(client, made["id"], places, as_json=as_json)
 
 
 @batch.command()
-@click.argument("batch_id", metavar="BATCH")
+@click.argument("batch_id", metavar="BATCH", callback=checked_id)
 @_output_option
 @_errors_option
 @json_option
@@ -76,6 +79,8 @@ def _places(name: str, output: Path | None, errors: Path | None) -> _Places:
     for place in (places.output, places.errors):
         if not place.parent.is_dir():
             raise click.UsageError(f"There is no directory {place.parent}")
+    if places.output.resolve() == places.errors.resolve():
+        raise click.UsageError(f"--output and --errors must be two files, not both {places.output}")
     return places
 
 

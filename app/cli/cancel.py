@@ -7,12 +7,12 @@ import sys
 
 import click
 
-from app.cli.connection import json_option, with_client
+from app.cli.connection import checked_ids, json_option, with_client
 from app.client import Client, Refused
 
 
 @click.command()
-@click.argument("job_ids", metavar="JOB...", nargs=-1, required=True)
+@click.argument("job_ids", metavar="JOB...", callback=checked_ids, nargs=-1, required=True)
 @json_option
 @with_client
 def cancel(client: Client, job_ids: tuple[str, ...], as_json: bool) -> None:

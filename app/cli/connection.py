@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,18 @@ home_option = click.option(
     "--home", type=click.Path(path_type=Path, file_okay=False), help="Of the service on this machine [EVERBATCH_HOME]."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else.")
+
+
+def checked_id(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Callback of an argument that is an id: what cannot be one is refused before it becomes part of an address."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", value):
+        raise click.BadParameter(f"{value!r} is no id")
+    return value
+
+
+def checked_ids(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """The same for an argument of several."""
+    return tuple(checked_id(ctx, param, value) for value in values)
 
 
 def with_client(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +68,8 @@ def connect(*, url: str | None, key: str | None, home: Path | None) -> Client:
     url = url or known.url
     if key is None and known.api_key is not None:
         key = known.api_key.get_secret_value()
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise click.UsageError("--key or EVERBATCH_API_KEY is no key: it holds characters that no key has")
     if url is not None and key is not None:
         return Client(url, key)
     kept = access.read(Home(home or Settings().home))

@@ -20,6 +20,8 @@ from app.settings import Settings
 from app.tiers import Plan
 from app.vault import Vault
 
+_MAX_NAME_LENGTH = 100
+
 
 @click.group()
 def keys() -> None:
@@ -50,8 +52,15 @@ def list_keys(home: Path | None, as_json: bool) -> None:
             )
 
 
+def _printable(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Callback of an argument that a line of a list is to show."""
+    if not (0 < len(value) <= _MAX_NAME_LENGTH and value.isprintable() and value.strip() == value):
+        raise click.BadParameter(f"{value!r} is not 1 to {_MAX_NAME_LENGTH} printable characters")
+    return value
+
+
 @keys.command()
-@click.argument("name")
+@click.argument("name", callback=_printable)
 @click.option("--plan", type=click.Choice([plan.value for plan in Plan]), required=True, help="What NAME has bought.")
 @home_option
 @json_option
@@ -68,7 +77,7 @@ def create(name: str, plan: str, home: Path | None, as_json: bool) -> None:
 
 
 @keys.command()
-@click.argument("prefix")
+@click.argument("prefix", callback=_printable)
 @home_option
 @json_option
 def revoke(prefix: str, home: Path | None, as_json: bool) -> None:

@@ -72,5 +72,7 @@ def _pairs(entries: tuple[str, ...]) -> dict[str, str]:
         name, separator, value = entry.partition("=")
         if not separator:
             raise click.BadParameter(f"'{entry}' is not KEY=VALUE", param_hint="--metadata")
+        if name in pairs:
+            raise click.BadParameter(f"'{name}' is given twice", param_hint="--metadata")
         pairs[name] = value
     return pairs

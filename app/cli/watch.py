@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from app.cli.connection import json_option, with_client
+from app.cli.connection import checked_id, json_option, with_client
 from app.client import Client, Event, Job
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "expired": 1, "cancelled": 3}
@@ -25,7 +25,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @click.command()
-@click.argument("job_id", metavar="JOB")
+@click.argument("job_id", metavar="JOB", callback=checked_id)
 @json_option
 @with_client
 def watch(client: Client, job_id: str, as_json: bool) -> None:

@@ -45,3 +45,13 @@ def test_a_step_that_cannot_hold_every_slot_stops_the_start(monkeypatch: pytest.
         "EVERBATCH_MAX_NUM_BATCHED_TOKENS is 256:"
         " Input should be at least EVERBATCH_MAX_NUM_SEQS = 512: a step holds a token for each slot"
     )
+
+
+@pytest.mark.parametrize("variable", ["EVERBATCH_DATABASE_URL", "EVERBATCH_REDIS_URL"])
+def test_an_address_that_is_none_stops_the_start_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "nonsense://user:secret@host")
+    with pytest.raises(ValidationError) as refusal:
+        Settings()
+    assert variable in complaint(refusal.value) and "secret" not in complaint(refusal.value)

@@ -81,3 +81,14 @@ def test_unknown_batch_is_named(everbatch: Everbatch) -> None:
     refused = everbatch("batch", "fetch", "batch_nope")
     assert refused.exit_code == 2
     assert "batch_nope" in refused.stderr
+
+
+def test_two_results_never_go_to_one_file(everbatch: Everbatch, tmp_path: Path) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"custom_id": "a"}')
+    for option in ("-o", "-e"):
+        over_the_input = everbatch("batch", "run", str(requests), option, str(requests))
+        assert over_the_input.exit_code == 2 and "--output" in over_the_input.stderr
+    both = everbatch("batch", "run", str(requests), "-o", str(tmp_path / "x"), "-e", str(tmp_path / "x"))
+    assert both.exit_code == 2 and "--errors" in both.stderr
+    assert requests.read_text() == '{"custom_id": "a"}'

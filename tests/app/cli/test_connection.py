@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from click.testing import Result
 
 from app.children import free_port
@@ -45,3 +46,15 @@ def test_home_without_keys_is_named(everbatch: Everbatch, tmp_path: Path) -> Non
     refused = everbatch("submit", "x", "--home", str(tmp_path))
     assert refused.exit_code == 1
     assert str(tmp_path) in refused.stderr
+
+
+@pytest.mark.parametrize("job_id", ["", "..", "../models/echo", "a/b", "\udcff", "x" * 5000])
+def test_what_cannot_be_an_id_never_becomes_an_address(everbatch: Everbatch, job_id: str) -> None:
+    for command in (("watch", job_id), ("cancel", job_id), ("batch", "fetch", job_id)):
+        refused = everbatch(*command)
+        assert refused.exit_code == 2 and "is no id" in refused.stderr
+
+
+def test_a_key_that_no_key_can_be_is_named(everbatch: Everbatch) -> None:
+    refused = everbatch("submit", "x", "--key", "b\u00e9d")
+    assert refused.exit_code == 2 and "--key" in refused.stderr

@@ -62,3 +62,9 @@ def test_database_that_does_not_answer_is_told_in_one_line(everbatch: Everbatch)
     refused = everbatch("keys", "list", EVERBATCH_DATABASE_URL=url)
     assert refused.exit_code == 1
     assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\tb", "\udcff", "x" * 101])
+def test_a_name_that_no_list_can_show_is_refused(everbatch: Everbatch, name: str) -> None:
+    refused = everbatch("keys", "create", name, "--plan", "paid")
+    assert refused.exit_code == 2 and "NAME" in refused.stderr
