@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from sqlalchemy import Engine, create_engine, select
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
 from app.tables import NOW
@@ -44,6 +45,11 @@ def now(session: Session) -> datetime:
     """The database's clock: leases and deadlines know no other."""
     moment: datetime = session.execute(select(NOW)).scalar_one()
     return moment
+
+
+def reason(error: SQLAlchemyError) -> str:
+    """What the database, or the way to it, said: one line."""
+    return str(error.orig if isinstance(error, DBAPIError) else error).strip().splitlines()[0]
 
 
 def migrate(database_url: str) -> None:

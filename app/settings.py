@@ -133,8 +133,10 @@ def get_settings() -> Settings:
     return Settings()
 
 
-def complaint(error: ValidationError) -> str:
-    """What is wrong with the environment: a line for each variable, with its name and value."""
+def complaint(error: Exception) -> str:
+    """What keeps a process from its start: of the environment a line for each variable, with its name and value."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     return "\n".join(
         f"EVERBATCH_{'_'.join(map(str, each['loc'])).upper()} is {_without_password(each['input'])!r}: {each['msg']}"
         for each in error.errors()

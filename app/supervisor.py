@@ -21,7 +21,7 @@ from app import access, models, tenants
 from app.access import Access
 from app.children import end, free_port, is_free, last_line, spawn, wait_until
 from app.commands import API_GRACE_S, CANNOT_START, PROJECT, api_command, engine_command, io_command
-from app.db import Database, migrate
+from app.db import Database, migrate, reason
 from app.embedded import Servers
 from app.errors import SetupError, Unauthenticated
 from app.home import Home
@@ -130,8 +130,7 @@ class Supervisor:
         try:
             migrate(servers.database_url)
         except OperationalError as error:
-            said = str(error.orig).strip().splitlines()[0]
-            raise SetupError(f"The database of EVERBATCH_DATABASE_URL does not do this: {said}") from None
+            raise SetupError(f"The database of EVERBATCH_DATABASE_URL does not do this: {reason(error)}") from None
         self._prepare_model()
         model = models.describe(self._settings)
         database = Database(servers.database_url)

@@ -93,5 +93,5 @@ def _keep_logs(**_: Any) -> None:
 try:
     engine, io = _make()
 except (SetupError, ValidationError) as error:
-    sys.stderr.write(f"{complaint(error) if isinstance(error, ValidationError) else error}\n")
+    sys.stderr.write(f"{complaint(error)}\n")
     raise SystemExit(CANNOT_START) from None

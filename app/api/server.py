@@ -51,7 +51,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             super().load_wsgi()
             self._services().get()
         except (SetupError, OSError, ValidationError) as error:
-            sys.stderr.write(f"{complaint(error) if isinstance(error, ValidationError) else error}\n")
+            sys.stderr.write(f"{complaint(error)}\n")
             sys.exit(Arbiter.APP_LOAD_ERROR)  # tells gunicorn not to try again
 
     def handle_exit(self, signal: int, frame: Any) -> None:

@@ -33,9 +33,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except SetupError as error:
-            raise click.ClickException(str(error)) from None
-        except ValidationError as error:
+        except (SetupError, ValidationError) as error:
             raise click.ClickException(complaint(error)) from None
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from app import embedded, tenants
 from app.cli.connection import home_option, json_option
-from app.db import Database
+from app.db import Database, reason
 from app.errors import Refusal
 from app.settings import Settings
 from app.tiers import Plan
@@ -102,8 +102,7 @@ def _transaction(settings: Settings) -> Iterator[Session]:
     except Refusal as error:
         raise click.ClickException(error.message) from None
     except SQLAlchemyError as error:
-        said = str(error.orig if isinstance(error, DBAPIError) else error).strip().splitlines()[0]
-        raise click.ClickException(f"The database does not do this: {said}") from None
+        raise click.ClickException(f"The database does not do this: {reason(error)}") from None
     finally:
         database.close()
 
