@@ -18,7 +18,14 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     are the same to the bit, and the layers of a 135 M model take 0.7 of the time (1 to 256 rows, one core of a Xeon
     with AMX). These are the operations that torch.compile freezes linear layers into.
     """
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight.device.type == "cpu" and _can_pack(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return lambda x: F.linear(x, weight, bias)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies the dtype on this CPU: it has no bf16 where there is no AVX-512."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
