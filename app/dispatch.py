@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from sqlalchemy import func, select, text
 from sqlalchemy.exc import SQLAlchemyError
@@ -29,6 +30,15 @@ SUSPECT_DEATHS = 2
 
 Numbered = Sequence[tuple[str, int]]
 """Job ids with their dispatch numbers."""
+
+_WAITING = text(
+    """
+    select tier from unnest(cast(:tiers as text[])) as asked (tier) where exists (
+        select from jobs
+        where jobs.status = 'queued' and jobs.dispatch_number is null and jobs.model = :model and jobs.tier = asked.tier
+    )
+    """
+)
 
 _DISPATCH = text(
     """
@@ -69,75 +79,91 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
 
     A message that cannot be sent is a lost one: the sweep finds its jobs and they are dispatched again.
     """
+    with database.autocommit() as session:
+        waiting = _waiting(session, model)
+    if not waiting:
+        return 0  # as nearly always
     with database.transaction() as session:
-        if not _waits(session, model):
-            return 0
         session.execute(select(func.pg_advisory_xact_lock(DISPATCH_LOCK)))
-        free_slots = _free_slots(session, model)
-        max_per_task = _max_per_task(session, model)
-        chosen = _take_suspect(session, model) or {tier: _take(session, model, tier, free_slots) for tier in Tier}
+        window = _window(session, model)
+        chosen = _take_suspect(session, model, waiting) or {
+            tier: _number(session, model, tier, room) for tier in waiting if (room := window.room(tier)) > 0
+        }
     for tier, jobs in chosen.items():
-        per_task = min(POLICIES[tier].jobs_per_task, max_per_task)
+        per_task = min(POLICIES[tier].jobs_per_task, window.max_per_task)
         for start in range(0, len(jobs), per_task):
             broker.send_jobs(model, tier, jobs[start : start + per_task])
     return sum(map(len, chosen.values()))
 
 
-def _waits(session: Session, model: str) -> bool:
-    """Whether there is anything to dispatch; nearly always there is not, and the rest of a round is ten statements."""
-    waiting = select(Job.id).where(Job.model == model, Job.status == "queued", Job.dispatch_number.is_(None))
-    return session.scalar(waiting.limit(1)) is not None
+def _waiting(session: Session, model: str) -> list[Tier]:
+    """The tiers of the model in which a job waits to be dispatched."""
+    found = session.scalars(_WAITING, {"model": model, "tiers": [tier.value for tier in Tier]})
+    return [Tier(name) for name in found]
 
 
-def _free_slots(session: Session, model: str) -> int:
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What may be at the broker at this moment."""
+
+    free_slots: int
     """Places that live workers could fill now. Counted from the jobs themselves: a report would be late."""
-    running = select(func.count()).where(Job.owner == Worker.id, Job.status == "running").scalar_subquery()
-    free = func.sum(func.greatest(Worker.slots - running, 0))
-    return int(session.scalar(select(free).where(Worker.model == model, Worker.dead.is_(False))) or 0)
-
-
-def _max_per_task(session: Session, model: str) -> int:
+    max_per_task: int
     """Jobs in one message: at most a quarter of a worker's slots, so that the last one taken hardly overfills it."""
-    slots = session.scalar(select(func.max(Worker.slots)).where(Worker.model == model, Worker.dead.is_(False)))
-    return max(1, int(slots or 0) // 4)
+    at_broker: Mapping[Tier, int]
+
+    def room(self, tier: Tier) -> int:
+        return self.free_slots + POLICIES[tier].lookahead - self.at_broker.get(tier, 0)
 
 
-def _take(session: Session, model: str, tier: Tier, free_slots: int) -> Numbered:
-    """Number the next jobs of a tier, as many as its window has room for."""
-    at_broker = session.scalar(
-        select(func.count()).where(
-            Job.model == model, Job.tier == tier.value, Job.status == "queued", Job.dispatch_number.is_not(None)
-        )
+def _window(session: Session, model: str) -> _Window:
+    running = select(func.count()).where(Job.owner == Worker.id, Job.status == "running").scalar_subquery()
+    free_slots, most_slots = session.execute(
+        select(
+            func.coalesce(func.sum(func.greatest(Worker.slots - running, 0)), 0),
+            func.coalesce(func.max(Worker.slots), 0),
+        ).where(Worker.model == model, Worker.dead.is_(False))
+    ).one()
+    at_broker = session.execute(
+        select(Job.tier, func.count())
+        .where(Job.model == model, Job.status == "queued", Job.dispatch_number.is_not(None))
+        .group_by(Job.tier)
     )
-    room = free_slots + POLICIES[tier].lookahead - int(at_broker or 0)
-    if room <= 0:
-        return []
-    return _number(session, model, tier, room, suspects=False)
+    return _Window(
+        free_slots=int(free_slots),
+        max_per_task=max(1, most_slots // 4),
+        at_broker={Tier(name): count for name, count in at_broker},
+    )
 
 
-def _take_suspect(session: Session, model: str) -> dict[Tier, Numbered]:
+def _take_suspect(session: Session, model: str, waiting: Sequence[Tier]) -> dict[Tier, Numbered]:
     """Number one suspect, unless another one is out and has made no progress yet.
 
     The worker that dies next then dies under a single suspect: a poison job does not take to its end the jobs that had
     the bad luck to share its batch twice. An innocent one shows a token, and the next may follow. It has the round for
     itself, and so a head start: whatever ends its worker next should not find it without one.
     """
-    for tier in Tier:
-        waiting = select(Job.id).where(
+    suspected = session.scalars(
+        select(Job.tier)
+        .where(
             Job.model == model,
-            Job.tier == tier.value,
+            Job.tier.in_(waiting),
             Job.status == "queued",
             Job.dispatch_number.is_(None),
             Job.handed_back,
             Job.deaths >= SUSPECT_DEATHS,
         )
-        if session.scalar(waiting.limit(1)) is not None:
-            is_out = session.scalar(_IS_SUSPECT_OUT, {"model": model, "suspect_deaths": SUSPECT_DEATHS})
-            return {} if is_out else {tier: _number(session, model, tier, 1, suspects=True)}
-    return {}
+        .distinct()
+    ).all()
+    if not suspected:
+        return {}
+    if session.scalar(_IS_SUSPECT_OUT, {"model": model, "suspect_deaths": SUSPECT_DEATHS}):
+        return {}
+    tier = min(map(Tier, suspected), key=lambda tier: POLICIES[tier].rank)
+    return {tier: _number(session, model, tier, 1, suspects=True)}
 
 
-def _number(session: Session, model: str, tier: Tier, count: int, *, suspects: bool) -> Numbered:
+def _number(session: Session, model: str, tier: Tier, count: int, *, suspects: bool = False) -> Numbered:
     """Number the first count jobs of a tier's line, of the suspects or of the others."""
     rows = session.execute(
         _DISPATCH,

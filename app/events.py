@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,14 +118,9 @@ def append_tokens(session: Session, owner: str, deltas: Sequence[Delta]) -> list
     ]
 
 
-def last_numbers(session: Session, job_ids: Collection[str]) -> dict[str, int]:
-    """The highest event number of each job. The jobs' rows must be locked before, by a statement of its own."""
-    rows = session.execute(
-        select(tables.Event.job_id, func.max(tables.Event.number))
-        .where(tables.Event.job_id.in_(job_ids))
-        .group_by(tables.Event.job_id)
-    )
-    return {row[0]: row[1] for row in rows}
+def last_number(session: Session, job_id: str) -> int:
+    """The number of the job's last event so far."""
+    return session.scalar(select(func.max(tables.Event.number)).where(tables.Event.job_id == job_id)) or 0
 
 
 def replay(session: Session, job_id: str, after: int, *, limit: int = PAGE) -> list[Event]:
@@ -332,7 +327,7 @@ def _next(listener: _Listener, *, timeout_s: float) -> Event | None:
 
 def _read(database: Database, job_id: str, after: int) -> tuple[list[Event], bool]:
     """A page of rows, and whether more may come: False once the job is gone, or its log has ended before after."""
-    with database.transaction() as session:
+    with database.autocommit() as session:
         page = replay(session, job_id, after)
         if page:
             return page, True

@@ -21,7 +21,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session, undefer
 from sqlalchemy.orm.attributes import set_committed_value
 
-from app import db, events, tables, webhooks
+from app import db, tables, webhooks
 from app.errors import Conflict, KeyReused, NotFound, QueueFull
 from app.events import Event
 from app.ids import new_id
@@ -123,25 +123,24 @@ def move(session: Session, jobs: Sequence[Job], to: Status, *, reason: str | Non
     """
     if not jobs:
         return []
-    moment = db.now(session)
-    numbers = events.last_numbers(session, [job.id for job in jobs])
-    usage = _persisted(session, [job.id for job in jobs]) if to.is_terminal else {}
+    logs = _logs(session, [job.id for job in jobs], with_output=to.is_terminal)
     moved: list[Event] = []
     for job in jobs:
+        log = logs[job.id]
         assert to in TRANSITIONS[Status(job.status)], f"{job.id}: {job.status} → {to}"
         job.status = to.value
         if to is not Status.RUNNING:
             job.owner = None
         if to is Status.RUNNING and job.started_at is None:
-            job.started_at = moment
+            job.started_at = log.read_at
         if to.is_terminal:
-            job.finished_at = moment
-            job.output_text, job.completion_tokens = usage.get(job.id, ("", 0))
-        event = Event(job.id, numbers.get(job.id, 0) + 1, to.value, _facts(job, reason))
+            job.finished_at = log.read_at
+            job.output_text, job.completion_tokens = log.output_text, log.completion_tokens
+        event = Event(job.id, log.last_number + 1, to.value, _facts(job, reason))
         session.add(tables.Event(job_id=job.id, number=event.number, kind=event.kind, data=event.data))
         moved.append(event)
         if to.is_terminal and job.webhook_url is not None:
-            session.add(webhooks.delivery_of(job, moment))
+            session.add(webhooks.delivery_of(job, log.read_at))
     session.flush()
     return moved
 
@@ -170,19 +169,38 @@ def usage_of(job: Job) -> dict[str, int]:
     }
 
 
-def _persisted(session: Session, job_ids: Collection[str]) -> dict[str, tuple[str, int]]:
-    """The joined text and the number of tokens of each job's events: the result is what was shown, by construction."""
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """A job's events, summed up."""
+
+    read_at: datetime
+    """By the database's clock."""
+    last_number: int
+    output_text: str
+    """The texts, joined: the result is what was shown, by construction."""
+    completion_tokens: int
+
+
+_LOGS = text(
+    """
+    select id, clock_timestamp() as read_at, coalesce(max(number), 0) as last_number,
+        coalesce(string_agg(text, ''::bytea order by number) filter (where :with_output), ''::bytea) as output_text,
+        coalesce(sum(cardinality(token_ids)), 0) as completion_tokens
+    from unnest(cast(:ids as text[])) as asked (id) left join events on events.job_id = asked.id
+    group by id
+    """
+)
+
+
+def _logs(session: Session, job_ids: Collection[str], *, with_output: bool = True) -> dict[str, _Log]:
+    """The log of each job; without its output's text, if that is not wanted. To write, lock the jobs' rows before."""
     if not job_ids:
         return {}
-    rows = session.execute(
-        text(
-            "select job_id, coalesce(string_agg(text, ''::bytea order by number), ''::bytea) as text,"
-            " coalesce(sum(cardinality(token_ids)), 0) as tokens"
-            " from events where job_id = any(:ids) group by job_id"
-        ),
-        {"ids": list(job_ids)},
-    )
-    return {row.job_id: (bytes(row.text).decode(), int(row.tokens)) for row in rows}
+    rows = session.execute(_LOGS, {"ids": list(job_ids), "with_output": with_output})
+    return {
+        row.id: _Log(row.read_at, row.last_number, bytes(row.output_text).decode(), int(row.completion_tokens))
+        for row in rows
+    }
 
 
 def _lock(
@@ -221,12 +239,12 @@ def submit(
     The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
     Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs in line.
     """
-    job = _new_job(tenant_id, submission, db.now(session))
-    if idempotency is not None and not _remember(session, tenant_id, idempotency, job.id):
+    job_id = new_id("job")
+    if idempotency is not None and not _remember(session, tenant_id, idempotency, job_id):
         # Somebody used the key before, or at the same moment and has committed since: his job is the one. Nothing of
         # ours was written, and the next statement of a READ COMMITTED transaction sees what he wrote.
         return _remembered(session, tenant_id, idempotency), [], False
-    _refuse_when_full(session, tenant_id, max_queued)
+    job = _new_job(job_id, tenant_id, submission, _admitted_at(session, tenant_id, max_queued))
     session.add(job)
     session.flush()
     return job, [_first_event(session, job)], True
@@ -235,7 +253,7 @@ def submit(
 def submit_rows(session: Session, tenant_id: str, rows: Sequence[Submission]) -> list[Event]:
     """Write the jobs of a batch's rows, all in state queued."""
     moment = db.now(session)
-    jobs = [_new_job(tenant_id, row, moment) for row in rows]
+    jobs = [_new_job(new_id("job"), tenant_id, row, moment) for row in rows]
     session.add_all(jobs)
     session.flush()
     return [_first_event(session, job) for job in jobs]
@@ -266,7 +284,7 @@ def reject_row(
         row_number=row_number,
         custom_id=custom_id,
     )
-    job = _new_job(tenant_id, submission, db.now(session))
+    job = _new_job(new_id("job"), tenant_id, submission, db.now(session))
     session.add(job)
     session.flush()
     job.error = dict(error)
@@ -275,9 +293,9 @@ def reject_row(
     return [first, *move(session, [job], Status.FAILED)]
 
 
-def _new_job(tenant_id: str, submission: Submission, moment: datetime) -> Job:
+def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: datetime) -> Job:
     return Job(
-        id=new_id("job"),
+        id=job_id,
         tenant_id=tenant_id,
         tier=submission.tier.value,
         model=submission.model,
@@ -307,15 +325,20 @@ def _first_event(session: Session, job: Job) -> Event:
     return event
 
 
-def _refuse_when_full(session: Session, tenant_id: str, max_queued: int) -> None:
+def _admitted_at(session: Session, tenant_id: str, max_queued: int) -> datetime:
+    """The database's time, if the tenant may have one more job in line. Raises QueueFull."""
     in_line = (
         select(Job.id)
         .where(Job.tenant_id == tenant_id, Job.status == "queued", Job.batch_id.is_(None))
         .limit(max_queued)
         .subquery()
     )
-    if (session.scalar(select(func.count()).select_from(in_line)) or 0) >= max_queued:
+    waiting = select(func.count()).select_from(in_line).scalar_subquery()
+    row = session.execute(select(tables.NOW.label("now"), waiting.label("waiting"))).one()
+    if row.waiting >= max_queued:
         raise QueueFull
+    moment: datetime = row.now
+    return moment
 
 
 def _remembered(session: Session, tenant_id: str, idempotency: Idempotency) -> Job:
@@ -373,11 +396,11 @@ def add_progress(session: Session, jobs: Iterable[Job]) -> None:
     The rows themselves get these at the terminal move.
     """
     unfinished = [job for job in jobs if not Status(job.status).is_terminal]
-    persisted = _persisted(session, [job.id for job in unfinished if job.attempt > 0])
+    logs = _logs(session, [job.id for job in unfinished if job.attempt > 0])
     for job in unfinished:
-        output_text, completion_tokens = persisted.get(job.id, ("", 0))
-        set_committed_value(job, "output_text", output_text)
-        set_committed_value(job, "completion_tokens", completion_tokens)
+        log = logs.get(job.id)
+        set_committed_value(job, "output_text", "" if log is None else log.output_text)
+        set_committed_value(job, "completion_tokens", 0 if log is None else log.completion_tokens)
 
 
 # ---- the client's moves
@@ -547,15 +570,15 @@ def requeue_orphans(session: Session, *, max_deaths: int, limit: int = 500) -> l
     jobs = _lock(session, Job.status == "running", Job.owner.not_in(alive), skip_locked=True, limit=limit)
     if not jobs:
         return []
-    tokens = {job_id: count for job_id, (_, count) in _persisted(session, [job.id for job in jobs]).items()}
-    progressed = {job.id for job in jobs if tokens[job.id] > job.tokens_at_death}
+    logs = _logs(session, [job.id for job in jobs], with_output=False)
+    progressed = {job.id for job in jobs if logs[job.id].completion_tokens > job.tokens_at_death}
     computed = _computed(session, jobs, progressed)
     for job in jobs:
         if job.id in progressed:
             job.deaths = 0
         elif job.id in computed:
             job.deaths += 1
-        job.tokens_at_death = tokens[job.id]
+        job.tokens_at_death = logs[job.id].completion_tokens
         job.handed_back = True
     poison = [job for job in jobs if job.deaths >= max_deaths]
     for job in poison:

@@ -2,17 +2,20 @@
 
     python -m benchmarks.service [--rounds N] [--quick]
 
-A round runs the bare engine in a process of its own, then the same requests as jobs over REST: through Postgres, the
-broker, a worker, event rows and announcements, all on the same cores. The service's time is the database's own, from
-the first job's creation to the last one's end; one client follows a job's events meanwhile.
+A round runs the requests as jobs over REST: through Postgres, the broker, a worker, event rows and announcements, all
+on the same cores. The service's time is the database's own, from the first job's creation to the last one's end; one
+client follows a job's events meanwhile. Before the first round, and after each, the bare engine has the requests in a
+process of its own.
 
-Prints a line per run, then one JSON object as its last line: tokens/s (median over rounds) and the service's share of
-the bare engine's, the median over the rounds of what each round's own pair says: machines change speed between rounds.
+Prints a line per run, then one JSON object as its last line: tokens/s (medians) and the service's share of the bare
+engine's, the median over the rounds. Machines change speed within minutes: a round is held against the mean of the bare
+runs before and after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -68,6 +71,13 @@ def _run(client: Client, pool: ThreadPoolExecutor, items: Sequence[Item]) -> lis
     return job_ids
 
 
+def _run_bare(options: argparse.Namespace) -> float:
+    """Tokens/s of the bare engine."""
+    tokens_per_s = run_apart("everbatch", options).tokens_per_s
+    print(json.dumps({"bare": tokens_per_s}), flush=True)
+    return tokens_per_s
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.service", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -80,15 +90,16 @@ def main() -> None:
     if options.quick:
         items = [Item(item.prompt_ids, QUICK_OUTPUT) for item in items[:QUICK_REQUESTS]]
     tokens = sum(item.max_tokens for item in items)
-    bare: list[float] = []
+    bare = [_run_bare(options)]
     whole: list[float] = []
     for _ in range(options.rounds):
-        bare.append(run_apart("everbatch", options).tokens_per_s)
-        print(json.dumps({"bare": bare[-1]}), flush=True)
         with service(get_settings().model_copy(update={"dtype": options.dtype}), slots=SLOTS) as running:
             whole.append(round(tokens / run_service(running, items), 1))
         print(json.dumps({"service": whole[-1]}), flush=True)
-    shares = [of_service / of_engine for of_service, of_engine in zip(whole, bare, strict=True)]
+        bare.append(_run_bare(options))
+    shares = [
+        of_service / statistics.mean(around) for of_service, around in zip(whole, itertools.pairwise(bare), strict=True)
+    ]
     share = statistics.median(shares)
     print(
         json.dumps(

@@ -29,7 +29,7 @@ def advance_batches(
     Several workers may do this at once: a batch is advanced by one of them. nudge is called when jobs were written.
     """
     started = time.monotonic()
-    with database.transaction() as session:
+    with database.autocommit() as session:
         waiting = batches.open_batches(session)
     while waiting and time.monotonic() - started < ROUND_S:
         waiting = [batch_id for batch_id in waiting if _advance(database, client, desk, shelf, batch_id)]

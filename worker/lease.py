@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import redis
 from sqlalchemy import delete, select, update
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from app import events, jobs
+from app import db, events, jobs
 from app.db import Database
 from app.ids import new_id
 from app.tables import NOW, Job, Worker
@@ -26,7 +26,7 @@ from worker.vital import end_process, vital_thread
 logger = logging.getLogger(__name__)
 
 REGISTER_RETRY_S = 0.5
-"""Pause between tries to register while there is no database."""
+"""Pause between tries to register while there is no database, or one that was not migrated yet."""
 
 
 class Lease:
@@ -106,9 +106,15 @@ class Lease:
                     session.add(worker)
                 logger.info("worker %s serves %s", worker.id, self._model_name)
                 return worker.id
+            except ProgrammingError as error:  # a table or column is not there
+                logger.warning(
+                    "the worker waits for tables of its own version: run `alembic upgrade head`, or start"
+                    " `everbatch up` anew (%s)",
+                    db.reason(error),
+                )
             except SQLAlchemyError as error:
-                logger.warning("the worker is not registered yet: %s", error)
-                time.sleep(REGISTER_RETRY_S)
+                logger.warning("the worker is not registered yet: %s", db.reason(error))
+            time.sleep(REGISTER_RETRY_S)
 
     def _run(self) -> None:
         while not self._closed.wait(self._heartbeat_s):
@@ -120,7 +126,7 @@ class Lease:
     def _beat(self) -> None:
         # Before the database is asked: whoever runs here by then is ours there, or has been taken from us.
         held = self._attempts.all()
-        with self._database.transaction() as session:
+        with self._database.autocommit() as session:
             is_alive = self._refresh(session)
             owned = self._owned(session)
         if is_alive:

@@ -198,11 +198,15 @@ class ProgressWriter:
         """Persist the buffers of attempts in one transaction, deltas before endings; announce what was accepted."""
         deltas = [_delta_of(attempt) for attempt in attempts if attempt.text]
         endings = [_with_last_tokens(attempt, attempt.ending) for attempt in attempts if attempt.ending is not None]
-        with self._database.transaction() as session:
-            if endings:
+        ended: list[Event] = []
+        if endings:
+            with self._database.transaction() as session:
                 jobs.lock(session, [attempt.claim.job_id for attempt in attempts])
-            shown = events.append_tokens(session, owner, deltas)
-            ended = jobs.finish(session, owner, endings)
+                shown = events.append_tokens(session, owner, deltas)
+                ended = jobs.finish(session, owner, endings)
+        else:
+            with self._database.autocommit() as session:  # it is one statement
+                shown = events.append_tokens(session, owner, deltas)
         events.announce(self._redis, [*shown, *ended])
         self._settle(attempts, shown, ended)
 

@@ -106,7 +106,7 @@ class Sweeper:
 
     def _declare_dead(self) -> None:
         """By the database's clock alone. From this commit on, the worker can claim nothing and learns it is dead."""
-        with self._database.transaction() as session:
+        with self._database.autocommit() as session:
             dead = session.scalars(
                 update(Worker)
                 .where(Worker.dead.is_(False), Worker.heartbeat_at < NOW - timedelta(seconds=self._lease_s))
@@ -129,7 +129,7 @@ class Sweeper:
 
     def _forget_lost_messages(self) -> int:
         """For each queue that should hold something. Raises RedisError when the broker cannot be asked."""
-        with self._database.transaction() as session:
+        with self._database.autocommit() as session:
             named = session.execute(
                 select(Job.model, Job.tier).where(Job.status == "queued", Job.dispatch_number.is_not(None)).distinct()
             ).all()
@@ -137,7 +137,7 @@ class Sweeper:
         for model, tier_name in named:
             tier = Tier(tier_name)
             is_empty = self._broker.waiting(model, tier) == 0
-            with self._database.transaction() as session:
+            with self._database.autocommit() as session:
                 lost = jobs.forget_lost_messages(session, model, tier, queue_is_empty=is_empty, grace_s=GRACE_S)
             if lost:
                 logger.warning("%d messages of %s jobs for %s were lost; their jobs are sent again", lost, tier, model)
@@ -147,5 +147,5 @@ class Sweeper:
     def _drop_dead_workers(self) -> None:
         """Forget workers that died a while ago and own nothing."""
         owns = exists().where(Job.owner == Worker.id, Job.status == "running")
-        with self._database.transaction() as session:
+        with self._database.autocommit() as session:
             session.execute(delete(Worker).where(Worker.dead, Worker.heartbeat_at < NOW - KEEP_DEAD_WORKERS, ~owns))

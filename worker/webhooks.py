@@ -55,7 +55,7 @@ def send_due(database: Database, broker: Broker) -> None:
 
 def _send_some(database: Database, broker: Broker) -> bool:
     """Take what is due and may go now, and send its messages; whether there was any."""
-    with database.transaction() as session:
+    with database.autocommit() as session:
         taken = webhooks.due(session, MAX_IN_FLIGHT)
     for position, (delivery_id, attempt) in enumerate(taken):
         try:

@@ -19,7 +19,7 @@ def authenticate() -> None:
     bearer = _BEARER.fullmatch(request.headers.get("Authorization", "").strip())
     if bearer is None:
         raise Unauthenticated
-    with services().database.transaction() as session:
+    with services().database.autocommit() as session:
         g.tenant = tenants.authenticate(session, bearer[1])
 
 

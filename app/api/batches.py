@@ -47,7 +47,7 @@ def create() -> Response:
 def list_batches() -> Response:
     """The tenant's batches, newest first."""
     page = asked_page("batch", limit=_PAGE, max_limit=_MAX_PAGE)
-    with services().database.transaction() as session:
+    with services().database.autocommit() as session:
         found = batches.page(session, tenant().id, after=page.after, limit=page.to_fetch)
         counts = batches.count(session, found)
     return listing(found, page, lambda batch: batch_object(batch, counts[batch.id]))
@@ -55,7 +55,7 @@ def list_batches() -> Response:
 
 @blueprint.get("/<batch_id>")
 def read(batch_id: str) -> Response:
-    with services().database.transaction() as session:
+    with services().database.autocommit() as session:
         batch = batches.find(session, tenant().id, checked_id("batch", batch_id))
         counts = batches.count(session, [batch])
     return jsonify(batch_object(batch, counts[batch.id]))

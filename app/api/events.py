@@ -38,9 +38,9 @@ def stream(job_id: str) -> Response:
         raise MethodNotAllowed(["GET"])
     own = services()
     after = _resume_point()
-    with own.database.transaction() as session:
+    with own.database.autocommit() as session:
         job = jobs.find(session, tenant().id, checked_id("job", job_id), with_output=False)
-        if Status(job.status).is_terminal and events.last_numbers(session, [job_id])[job_id] <= after:
+        if Status(job.status).is_terminal and events.last_number(session, job_id) <= after:
             return Response(status=204, content_type="text/event-stream")
     leave = own.streams.enter()
     answer = Response(_blocks(own, job_id, after), content_type="text/event-stream; charset=utf-8")

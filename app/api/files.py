@@ -45,7 +45,7 @@ def list_files() -> Response:
     page = asked_page("file", limit=_MAX_PAGE, max_limit=_MAX_PAGE)
     purpose = _one_of(files.PURPOSES, request.args.get("purpose"), "purpose")
     order = _one_of(("asc", "desc"), request.args.get("order"), "order")
-    with services().database.transaction() as session:
+    with services().database.autocommit() as session:
         found = files.page(
             session,
             tenant().id,
@@ -99,7 +99,7 @@ def file_object(file: File) -> dict[str, Any]:
 
 
 def _find(file_id: str) -> File:
-    with services().database.transaction() as session:
+    with services().database.autocommit() as session:
         return files.find(session, tenant().id, checked_id("file", file_id))
 
 

@@ -68,7 +68,7 @@ def list_jobs() -> Response:
     """The tenant's jobs, newest first."""
     page = asked_page("job", limit=_PAGE, max_limit=_MAX_PAGE)
     status = _status(request.args.get("status"))
-    with services().database.transaction() as session:
+    with services().database.autocommit() as session:
         found = jobs.page(session, tenant().id, after=page.after, limit=page.to_fetch, status=status)
         jobs.add_progress(session, found[: page.limit])
         return listing(found, page, job_object)
@@ -76,7 +76,7 @@ def list_jobs() -> Response:
 
 @blueprint.get("/<job_id>")
 def read(job_id: str) -> Response:
-    with services().database.transaction() as session:
+    with services().database.autocommit() as session:
         job = jobs.find(session, tenant().id, checked_id("job", job_id))
         jobs.add_progress(session, [job])
         return jsonify(job_object(job))
