@@ -47,7 +47,7 @@ class Database:
 
     @contextmanager
     def autocommit(self) -> Iterator[Session]:
-        """Statements that each stand for themselves: reads, and single writes, without the trips of begin and commit."""
+        """Statements that each stand for themselves: reads and single writes, without the trips of begin and commit."""
         with self._autocommitting() as session:
             yield session
 

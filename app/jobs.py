@@ -560,14 +560,28 @@ def hand_back(session: Session, owner: str, job_ids: Collection[str]) -> list[Ev
 # ---- the sweep's moves
 
 
+IS_ORPHAN = and_(
+    Job.status == "running", Job.owner.not_in(select(tables.Worker.id).where(tables.Worker.dead.is_(False)))
+)
+IS_EXPIRED = and_(Job.status.in_(["queued", "running"]), Job.deadline_at <= tables.NOW)
+
+
+def is_unclaimed(grace_s: float) -> ColumnElement[bool]:
+    """A message named it more than grace_s ago, and no worker has claimed it yet."""
+    return and_(
+        Job.status == "queued",
+        Job.dispatch_number.is_not(None),
+        Job.dispatched_at < tables.NOW - timedelta(seconds=grace_s),
+    )
+
+
 def requeue_orphans(session: Session, *, max_deaths: int, limit: int = 500) -> list[Event]:
     """Put running jobs whose worker is dead back in line, at its front; one that keeps killing workers fails as poison.
 
     A death counts against a job only if its worker may have been computing it, for a job that merely waited in the
     engine killed nobody; and an attempt that made progress before its worker died clears the job.
     """
-    alive = select(tables.Worker.id).where(tables.Worker.dead.is_(False))
-    jobs = _lock(session, Job.status == "running", Job.owner.not_in(alive), skip_locked=True, limit=limit)
+    jobs = _lock(session, IS_ORPHAN, skip_locked=True, limit=limit)
     if not jobs:
         return []
     logs = _logs(session, [job.id for job in jobs], with_output=False)
@@ -610,9 +624,7 @@ def _computed(session: Session, jobs: Sequence[Job], progressed: Collection[str]
 
 def expire(session: Session, *, limit: int = 500) -> list[Event]:
     """End jobs whose deadline has passed."""
-    jobs = _lock(
-        session, Job.status.in_(["queued", "running"]), Job.deadline_at <= tables.NOW, skip_locked=True, limit=limit
-    )
+    jobs = _lock(session, IS_EXPIRED, skip_locked=True, limit=limit)
     for job in jobs:
         job.error = {"code": "deadline_exceeded", "message": "The job's deadline passed before it ended"}
     return move(session, jobs, Status.EXPIRED)
@@ -625,13 +637,7 @@ def forget_lost_messages(session: Session, model: str, tier: Tier, *, queue_is_e
     first out. Younger ones than grace_s are left alone. Returns how many there were.
     """
     claimed = select(func.max(Job.claimed_number)).where(Job.model == model, Job.tier == tier.value).scalar_subquery()
-    old = and_(
-        Job.model == model,
-        Job.tier == tier.value,
-        Job.status == "queued",
-        Job.dispatch_number.is_not(None),
-        Job.dispatched_at < tables.NOW - timedelta(seconds=grace_s),
-    )
+    old = and_(Job.model == model, Job.tier == tier.value, is_unclaimed(grace_s))
     lost = old if queue_is_empty else and_(old, Job.dispatch_number < claimed)
     forgotten = session.execute(
         update(Job)

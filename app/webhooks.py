@@ -166,12 +166,16 @@ def retry_delay_s(attempt: int, jitter: float) -> float | None:
 
 _TAKE_DUE = text(
     """
-    with busy as (
+    with lost as (
+        update deliveries set status = 'dead', error = 'the sender was lost in the last attempt'
+        where status = 'sending' and next_at <= clock_timestamp() and attempts >= :max_attempts
+    ), busy as (
         select tenant_id, count(*) as deliveries from deliveries
         where status = 'sending' and next_at > clock_timestamp() group by tenant_id
     ), waiting as (
         select id, tenant_id, next_at, row_number() over (partition by tenant_id order by next_at, id) as place
-        from deliveries where status in ('pending', 'sending') and next_at <= clock_timestamp()
+        from deliveries
+        where status in ('pending', 'sending') and next_at <= clock_timestamp() and attempts < :max_attempts
     ), chosen as (
         select id from waiting left join busy using (tenant_id)
         where place + coalesce(busy.deliveries, 0) <= :per_tenant
@@ -196,14 +200,14 @@ def due(session: Session, limit: int) -> Sequence[tuple[str, int]]:
     At most limit are in flight at once, those of earlier rounds included, and MAX_IN_FLIGHT_PER_TENANT of a tenant.
     One whose last attempt was started and never reported is dead.
     """
-    session.execute(
-        update(Delivery)
-        .where(Delivery.status == "sending", Delivery.next_at <= tables.NOW, Delivery.attempts >= MAX_ATTEMPTS)
-        .values(status="dead", error="the sender was lost in the last attempt")
-        .execution_options(synchronize_session=False)
-    )
     rows = session.execute(
-        _TAKE_DUE, {"limit": limit, "per_tenant": MAX_IN_FLIGHT_PER_TENANT, "lease_s": QUEUE_LEASE_S}
+        _TAKE_DUE,
+        {
+            "limit": limit,
+            "per_tenant": MAX_IN_FLIGHT_PER_TENANT,
+            "lease_s": QUEUE_LEASE_S,
+            "max_attempts": MAX_ATTEMPTS,
+        },
     )
     return [(row.id, row.attempts + 1) for row in rows]
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import redis
-from sqlalchemy import Connection, delete, exists, func, select, update
+from sqlalchemy import Connection, and_, delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from app import events, jobs
@@ -32,6 +33,22 @@ LIMIT = 500
 """Jobs moved in one transaction."""
 KEEP_DEAD_WORKERS = timedelta(hours=1)
 """For those who look into what happened."""
+_IS_BYGONE = and_(
+    Worker.dead,
+    Worker.heartbeat_at < NOW - KEEP_DEAD_WORKERS,
+    ~exists().where(Job.owner == Worker.id, Job.status == "running"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Which kinds of work a sweep found; nearly always none."""
+
+    silent_workers: bool
+    orphans: bool
+    expired: bool
+    unclaimed: bool
+    bygone_workers: bool
 
 
 class Sweeper:
@@ -54,35 +71,51 @@ class Sweeper:
         self._on_requeued = on_requeued
         self._leadership: Connection | None = None
         self._leader_since = 0.0
+        self._is_silent = and_(Worker.dead.is_(False), Worker.heartbeat_at < NOW - timedelta(seconds=lease_s))
+        self._what_is_there = select(
+            exists().where(self._is_silent),
+            exists().where(jobs.IS_ORPHAN),
+            exists().where(jobs.IS_EXPIRED),
+            exists().where(jobs.is_unclaimed(GRACE_S)),
+            exists().where(_IS_BYGONE),
+        )
 
     def sweep(self) -> None:
-        """One round, if this process leads. Raises what the servers raise; the next round begins anew."""
-        if not self._leads():
-            return
-        if time.monotonic() - self._leader_since >= self._lease_s:
-            self._declare_dead()
-        requeued = self._move_all(
-            lambda session: jobs.requeue_orphans(session, max_deaths=self._max_deaths, limit=LIMIT)
-        )
-        self._move_all(lambda session: jobs.expire(session, limit=LIMIT))
-        forgotten = self._forget_lost_messages()
-        self._drop_dead_workers()
-        if requeued or forgotten:
-            self._on_requeued()
-
-    def _leads(self) -> bool:
-        """Whether this process holds the lock, or gets it now.
+        """One round, if this process leads. Raises what the servers raise; the next round begins anew.
 
         A fresh leader waits for one lease before it declares anybody dead: while the database was away, nobody could
         send a heartbeat.
         """
-        if self._leadership is not None:
-            try:
-                self._leadership.execute(select(1))
-                return True
-            except BaseException:
-                self._resign()
-                raise
+        leadership = self._leadership or self._run_for_leader()
+        if leadership is None:
+            return
+        seen = self._look(leadership)
+        is_seasoned = time.monotonic() - self._leader_since >= self._lease_s
+        has_dead = seen.silent_workers and is_seasoned and self._declare_dead()
+        requeued = forgotten = 0
+        if seen.orphans or has_dead:
+            requeued = self._move_all(
+                lambda session: jobs.requeue_orphans(session, max_deaths=self._max_deaths, limit=LIMIT)
+            )
+        if seen.expired:
+            self._move_all(lambda session: jobs.expire(session, limit=LIMIT))
+        if seen.unclaimed:
+            forgotten = self._forget_lost_messages()
+        if seen.bygone_workers:
+            self._drop_dead_workers()
+        if requeued or forgotten:
+            self._on_requeued()
+
+    def _look(self, leadership: Connection) -> _Seen:
+        """What there is to do: all that a quiet round asks. It also shows that the lock is still held."""
+        try:
+            return _Seen(*leadership.execute(self._what_is_there).one())
+        except BaseException:
+            self._resign()
+            raise
+
+    def _run_for_leader(self) -> Connection | None:
+        """The connection that holds the lock, if this process gets it now."""
         connection = self._database.pool.connect().execution_options(isolation_level="AUTOCOMMIT")
         try:
             is_leader = connection.scalar(select(func.pg_try_advisory_lock(SWEEP_LOCK)))
@@ -92,10 +125,10 @@ class Sweeper:
             raise
         if not is_leader:
             connection.close()
-            return False
+            return None
         self._leadership, self._leader_since = connection, time.monotonic()
         logger.info("this process sweeps")
-        return True
+        return connection
 
     def _resign(self) -> None:
         """Give up a connection that may be broken, rather than return it, with its lock, to the pool."""
@@ -104,17 +137,16 @@ class Sweeper:
             self._leadership.close()
             self._leadership = None
 
-    def _declare_dead(self) -> None:
-        """By the database's clock alone. From this commit on, the worker can claim nothing and learns it is dead."""
+    def _declare_dead(self) -> bool:
+        """By the database's clock alone. From this commit on, the worker can claim nothing and learns it is dead.
+
+        Returns whether there was one.
+        """
         with self._database.autocommit() as session:
-            dead = session.scalars(
-                update(Worker)
-                .where(Worker.dead.is_(False), Worker.heartbeat_at < NOW - timedelta(seconds=self._lease_s))
-                .values(dead=True)
-                .returning(Worker.id)
-            ).all()
+            dead = session.scalars(update(Worker).where(self._is_silent).values(dead=True).returning(Worker.id)).all()
         for worker_id in dead:
             logger.warning("worker %s sent no heartbeat for %s s and is declared dead", worker_id, self._lease_s)
+        return bool(dead)
 
     def _move_all(self, move: Callable[[Session], list[Event]]) -> int:
         """Move jobs, a transaction at a time, until fewer than LIMIT are found; announce them. Returns how many."""
@@ -146,6 +178,5 @@ class Sweeper:
 
     def _drop_dead_workers(self) -> None:
         """Forget workers that died a while ago and own nothing."""
-        owns = exists().where(Job.owner == Worker.id, Job.status == "running")
         with self._database.autocommit() as session:
-            session.execute(delete(Worker).where(Worker.dead, Worker.heartbeat_at < NOW - KEEP_DEAD_WORKERS, ~owns))
+            session.execute(delete(Worker).where(_IS_BYGONE))

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+
+from app import db as db_module
+from app.db import Database
+
+_PID = text("select pg_backend_pid()")
+
+
+@pytest.fixture
+def single(database: str) -> Iterator[Database]:
+    """A pool of one connection."""
+    opened = Database(database, pool_size=1)
+    yield opened
+    opened.close()
+
+
+def _break(single: Database, db: Database) -> int:
+    """Have the server end the pool's connection while it lies idle; its process id there."""
+    with single.transaction() as session:
+        pid: int = session.execute(_PID).scalar_one()
+    with db.transaction() as session:
+        assert session.execute(text("select pg_terminate_backend(:pid, 5000)"), {"pid": pid}).scalar_one()
+    return pid
+
+
+def test_a_connection_that_broke_while_it_lay_idle_is_replaced(
+    single: Database, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = _break(single, db)
+    monkeypatch.setattr(db_module, "TRUSTED_S", 0.0)
+    with single.transaction() as session:
+        assert session.execute(_PID).scalar_one() != pid
+
+
+def test_one_that_broke_just_now_fails_once(single: Database, db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = _break(single, db)
+    monkeypatch.setattr(db_module, "TRUSTED_S", 3600.0)
+    with pytest.raises(OperationalError), single.transaction() as session:
+        session.execute(_PID)
+    with single.transaction() as session:
+        assert session.execute(_PID).scalar_one() != pid
+
+
+def test_autocommitted_statements_stand_even_if_what_follows_them_fails(db: Database) -> None:
+    with pytest.raises(ZeroDivisionError), db.autocommit() as session:
+        session.execute(text("create table kept (number int)"))
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), db.transaction() as session:
+        session.execute(text("drop table kept"))  # the connection is back in its usual mode: this is rolled back
+        raise ZeroDivisionError
+    with db.transaction() as session:
+        session.execute(text("drop table kept"))
