@@ -74,7 +74,7 @@ class Settings(BaseSettings):
 
     lease_s: float = Field(default=5.0, gt=0)
     """A worker whose heartbeat is older is dead, in seconds of database time."""
-    heartbeat_s: float = Field(default=0.5, gt=0)
+    heartbeat_s: float = Field(default=1.0, gt=0)
     """Seconds between two heartbeats of a worker."""
     sweep_interval_s: float = Field(default=1.0, gt=0)
     """Seconds between two looks for lost messages, dead workers and passed deadlines."""
