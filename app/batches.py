@@ -309,7 +309,7 @@ def _count_rows(session: Session, batch: Batch, stream: BinaryIO) -> Step:
 
 def _read_window(session: Session, desk: Desk, batch: Batch, stream: BinaryIO) -> Step:
     """Turn the next rows into jobs: to be run, or failed already where a row cannot run."""
-    lines = _next_lines(stream, batch, desk.settings.max_prompt_bytes)
+    lines = _next_lines(stream, batch, desk.settings.max_body_bytes)
     if not lines:
         return _fail(session, batch, code="input_file_cut_off", message="The input file is shorter than it was")
     rows = [_row(line, batch, desk) for line in lines if not line.is_blank]
@@ -333,7 +333,7 @@ def _read_window(session: Session, desk: Desk, batch: Batch, stream: BinaryIO) -
 
 
 def _row(line: Line, batch: Batch, desk: Desk) -> Row:
-    return row_of(line, endpoint=batch.endpoint, max_bytes=desk.settings.max_prompt_bytes)
+    return row_of(line, endpoint=batch.endpoint, max_bytes=desk.settings.max_body_bytes)
 
 
 def _refuse_twin(row: Row, first_lines: dict[str, int]) -> None:
@@ -419,7 +419,7 @@ def _jobs_in_order(session: Session, batch: Batch) -> Iterable[Job]:
 
 def _unread_rows(desk: Desk, batch: Batch, stream: BinaryIO) -> Iterator[Row]:
     """The rows that a cancelled or expired batch left."""
-    max_bytes = desk.settings.max_prompt_bytes
+    max_bytes = desk.settings.max_body_bytes
     for line in read_lines(stream, start=batch.bytes_read, number=batch.lines_read, max_bytes=max_bytes):
         if not line.is_blank:
             yield _row(line, batch, desk)

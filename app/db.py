@@ -14,9 +14,12 @@ from sqlalchemy.exc import DBAPIError, InvalidatePoolError, SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from app.errors import first_line
 from app.tables import NOW
 
 MIGRATIONS = Path(__file__).parent.parent / "migrations"
+IDLE_TRANSACTION_S = 5
+"""Postgres ends a transaction that waits so long for its process: one that hangs must not hold locks for ever."""
 TRUSTED_S = 1.0
 """A connection that lay in the pool for longer is pinged before it is used: its server may have gone."""
 
@@ -31,13 +34,15 @@ class Database:
             max_overflow=0,
             pool_timeout=5,
             hide_parameters=True,  # they hold prompts, and the text of an error may end in a log
-            connect_args={"connect_timeout": 5, "application_name": "everbatch"},
+            connect_args={
+                "connect_timeout": 5,
+                "application_name": "everbatch",
+                "options": f"-c idle_in_transaction_session_timeout={IDLE_TRANSACTION_S}s",
+            },
         )
         _ping_idle(self.pool)
         self._sessions = sessionmaker(self.pool, expire_on_commit=False, autoflush=False)
-        self._autocommitting = sessionmaker(
-            self.pool.execution_options(isolation_level="AUTOCOMMIT"), expire_on_commit=False, autoflush=False
-        )
+        self._autocommitting = self.pool.execution_options(isolation_level="AUTOCOMMIT")
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
@@ -47,8 +52,11 @@ class Database:
 
     @contextmanager
     def autocommit(self) -> Iterator[Session]:
-        """Statements that each stand for themselves: reads and single writes, without the trips of begin and commit."""
-        with self._autocommitting() as session:
+        """Statements that each stand for themselves: reads and single writes, without the trips of begin and commit.
+
+        Only what is executed is written: an object that was added or changed is not, for no commit flushes it.
+        """
+        with self._sessions(bind=self._autocommitting) as session:
             yield session
 
     def close(self) -> None:
@@ -84,7 +92,7 @@ def now(session: Session) -> datetime:
 
 def reason(error: SQLAlchemyError) -> str:
     """What the database, or the way to it, said: one line."""
-    return str(error.orig if isinstance(error, DBAPIError) else error).strip().splitlines()[0]
+    return first_line(error.orig if isinstance(error, DBAPIError) and error.orig else error)
 
 
 def migrate(database_url: str) -> None:

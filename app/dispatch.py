@@ -47,7 +47,7 @@ _DISPATCH = text(
         where status = 'queued' and dispatch_number is null and model = :model and tier = :tier
         and (deaths >= :suspect_deaths) = :suspects
         order by handed_back desc, id
-        limit :room
+        limit :count
         for update skip locked
     ), numbered as materialized (
         select id, nextval('dispatch_numbers') as number
@@ -155,9 +155,7 @@ def _take_suspect(session: Session, model: str, waiting: Sequence[Tier]) -> dict
         )
         .distinct()
     ).all()
-    if not suspected:
-        return {}
-    if session.scalar(_IS_SUSPECT_OUT, {"model": model, "suspect_deaths": SUSPECT_DEATHS}):
+    if not suspected or session.scalar(_IS_SUSPECT_OUT, {"model": model, "suspect_deaths": SUSPECT_DEATHS}):
         return {}
     tier = min(map(Tier, suspected), key=lambda tier: POLICIES[tier].rank)
     return {tier: _number(session, model, tier, 1, suspects=True)}
@@ -170,7 +168,7 @@ def _number(session: Session, model: str, tier: Tier, count: int, *, suspects: b
         {
             "model": model,
             "tier": tier.value,
-            "room": count,
+            "count": count,
             "suspects": suspects,
             "suspect_deaths": SUSPECT_DEATHS,
         },

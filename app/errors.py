@@ -101,3 +101,9 @@ class Unavailable(Refusal):
 
 class SetupError(Exception):
     """A process cannot start like this; the message says why and how to mend it, in one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -151,7 +151,7 @@ def announce(client: redis.Redis, events: Sequence[Event]) -> None:
         logger.warning("%d events were not announced: %s", len(events), error)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Listener:
     """One follower's mailbox. One that is full drops its oldest: the follower meets the hole and reads the rows."""
 
@@ -176,8 +176,7 @@ class Hub:
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
-        self._listeners: dict[str, set[int]] = defaultdict(set)
-        self._mailboxes: dict[int, _Listener] = {}
+        self._listeners: dict[str, set[_Listener]] = defaultdict(set)
         self._lock = threading.Lock()
         self._pubsub = _pubsub(client)
         self._wanted = threading.Event()
@@ -189,13 +188,12 @@ class Hub:
     @property
     def followers(self) -> int:
         with self._lock:
-            return len(self._mailboxes)
+            return sum(map(len, self._listeners.values()))
 
     def join(self, job_id: str) -> _Listener:
         listener = _Listener()
         with self._lock:
-            self._mailboxes[id(listener)] = listener
-            self._listeners[job_id].add(id(listener))
+            self._listeners[job_id].add(listener)
             if len(self._listeners[job_id]) == 1:
                 self._command(self._pubsub.subscribe, channel(job_id))
         self._wanted.set()
@@ -203,8 +201,7 @@ class Hub:
 
     def leave(self, job_id: str, listener: _Listener) -> None:
         with self._lock:
-            self._mailboxes.pop(id(listener), None)
-            self._listeners[job_id].discard(id(listener))
+            self._listeners[job_id].discard(listener)
             if not self._listeners[job_id]:
                 del self._listeners[job_id]
                 self._command(self._pubsub.unsubscribe, channel(job_id))
@@ -217,7 +214,7 @@ class Hub:
         """End what follows through this hub, now and later, wherever it stands. A signal handler may call it."""
         self._released.set()
         with self._lock:
-            listeners = list(self._mailboxes.values())
+            listeners = [listener for followers in self._listeners.values() for listener in followers]
         for listener in listeners:
             listener.put(None)
 
@@ -270,7 +267,7 @@ class Hub:
         number, kind, data = json.loads(message["data"])
         event = Event(job_id=job_id, number=number, kind=kind, data=data)
         with self._lock:
-            listeners = [self._mailboxes[key] for key in self._listeners.get(job_id, ())]
+            listeners = list(self._listeners.get(job_id, ()))
         for listener in listeners:
             listener.put(event)
 
@@ -300,12 +297,12 @@ def follow(
             read_at = time.monotonic()
             while time.monotonic() - read_at < poll_s:
                 live = _next(listener, timeout_s=min(poll_s, heartbeat_s))
+                if time.monotonic() - quiet_since >= heartbeat_s:  # also while only old news come
+                    yield None
+                    quiet_since = time.monotonic()
                 if live is None:
                     if hub.is_released:
                         return
-                    if time.monotonic() - quiet_since >= heartbeat_s:
-                        yield None
-                        quiet_since = time.monotonic()
                 elif live.number > last + 1:
                     break  # a hole: read the rows
                 elif live.number == last + 1:
@@ -328,8 +325,6 @@ def _next(listener: _Listener, *, timeout_s: float) -> Event | None:
 def _read(database: Database, job_id: str, after: int) -> tuple[list[Event], bool]:
     """A page of rows, and whether more may come: False once the job is gone, or its log has ended before after."""
     with database.autocommit() as session:
-        page = replay(session, job_id, after)
-        if page:
-            return page, True
         status = session.scalar(select(tables.Job.status).where(tables.Job.id == job_id))
-    return [], status is not None and status not in TERMINAL
+        page = replay(session, job_id, after)  # behind the status: what ended the job by then is in the rows
+    return page, bool(page) or (status is not None and status not in TERMINAL)

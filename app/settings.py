@@ -26,7 +26,7 @@ def _default_home() -> Path:
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="EVERBATCH_", frozen=True, extra="ignore")
 
-    home: Path = Field(default_factory=_default_home)
+    home: Path = Field(default_factory=_default_home, validate_default=True)
     """Data of the embedded servers, converted models, uploaded files, secrets."""
     database_url: str | None = Field(default=None, pattern=r"^postgresql\+psycopg://")
     """A Postgres ≥ 15 of one's own; unset: the embedded one in the home."""
@@ -61,7 +61,7 @@ class Settings(BaseSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics; 0: any free one, written to the log. A fixed one serves one process per host."""
 
-    max_prompt_bytes: int = Field(default=1_000_000, ge=1)
+    max_body_bytes: int = Field(default=1_000_000, ge=1)
     """Largest request body or batch line, in bytes."""
     max_queued_jobs: int = Field(default=10_000, ge=1)
     """Queued jobs of one tenant, rows of batches not counted; at so many, submit answers 429."""
@@ -74,8 +74,8 @@ class Settings(BaseSettings):
 
     lease_s: float = Field(default=5.0, gt=0)
     """A worker whose heartbeat is older is dead, in seconds of database time."""
-    heartbeat_s: float = Field(default=1.0, gt=0)
-    """Seconds between two heartbeats of a worker."""
+    heartbeat_s: float = Field(default=1.0, gt=0, validate_default=True)
+    """Seconds between two heartbeats of a worker; at most a third of the lease."""
     sweep_interval_s: float = Field(default=1.0, gt=0)
     """Seconds between two looks for lost messages, dead workers and passed deadlines."""
     dispatch_interval_s: float = Field(default=1.0, gt=0)
@@ -94,6 +94,21 @@ class Settings(BaseSettings):
     """What a receiver has from connect to answer, in seconds; shorter than the lease of an attempt."""
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
     """Seconds of silence after which a stream shows that it lives."""
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        """One home, however it is written and wherever a process runs."""
+        return home.expanduser().absolute()
+
+    @field_validator("heartbeat_s")
+    @classmethod
+    def _outlives_two_lost_beats(cls, heartbeat_s: float, others: ValidationInfo) -> float:
+        lease_s = others.data.get("lease_s", 5.0)
+        if heartbeat_s > lease_s / 3:
+            why = "Input should be at most a third of EVERBATCH_LEASE_S = {lease_s}: a late beat is no death"
+            raise PydanticCustomError("too_few_beats", why, {"lease_s": lease_s})
+        return heartbeat_s
 
     @field_validator("max_num_batched_tokens")
     @classmethod

@@ -97,7 +97,7 @@ class Supervisor:
     def __init__(self, settings: Settings, *, workers: int, report: Callable[[str], None]) -> None:
         self._home = Home(settings.home)
         port = settings.port or free_port(settings.host)
-        self._settings = settings.model_copy(update={"home": self._home.path, "port": port})
+        self._settings = settings.model_copy(update={"port": port})
         self._num_workers = workers
         self._report = report
         self._signals = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from cryptography.fernet import Fernet, InvalidToken
 
 from app.errors import SetupError
+from app.home import write_private
 from app.settings import Settings
 
 
@@ -47,13 +47,5 @@ def _key_file(path: Path) -> str:
     """The key in a 0600 file; of several processes that make it at once, the first wins."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.touch(mode=0o600)
-        draft.write_bytes(Fernet.generate_key())
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+        write_private(path, Fernet.generate_key().decode(), replace=False)
     return path.read_text()

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 import redis
@@ -114,7 +113,8 @@ class Lease:
                 )
             except SQLAlchemyError as error:
                 logger.warning("the worker is not registered yet: %s", db.reason(error))
-            time.sleep(REGISTER_RETRY_S)
+            if self._closed.wait(REGISTER_RETRY_S):
+                return worker.id  # it never was there, and owns nothing
 
     def _run(self) -> None:
         while not self._closed.wait(self._heartbeat_s):

@@ -93,7 +93,7 @@ def _counters(stats: Stats) -> Iterator[tuple[str, str, int]]:
     yield (
         "everbatch_slot_steps",
         "Sequences computed, summed over steps; over steps × slots it is the slot use.",
-        (stats.slot_steps),
+        stats.slot_steps,
     )
     yield "everbatch_prompt_tokens", "Prompt tokens prefilled for the first time.", stats.prompt_tokens
     yield "everbatch_recomputed_tokens", "Tokens prefilled again.", stats.recomputed_tokens

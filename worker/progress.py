@@ -1,6 +1,6 @@
 """One writer for all jobs of a worker: the engine's outputs become event rows, then announcements.
 
-    engine thread ── on_outputs ─▶ inbox ─▶ writer thread: buffers ─▶ one fenced transaction ─▶ Redis
+    engine thread ── on_outputs ─▶ inbox ─▶ writer thread: buffers ─▶ one fenced write ─▶ Redis
     other threads ── end, lose ───▶
 
 Persist first, then announce: only rows that the database accepted are published. The writer is also the one that ends
@@ -195,18 +195,15 @@ class ProgressWriter:
             self._write_within(self._pause_s)
 
     def _write(self, owner: str, attempts: Sequence[Attempt]) -> None:
-        """Persist the buffers of attempts in one transaction, deltas before endings; announce what was accepted."""
+        """Persist the buffers of attempts, all or none, deltas before endings; announce what was accepted."""
         deltas = [_delta_of(attempt) for attempt in attempts if attempt.text]
         endings = [_with_last_tokens(attempt, attempt.ending) for attempt in attempts if attempt.ending is not None]
-        ended: list[Event] = []
-        if endings:
-            with self._database.transaction() as session:
+        opened = self._database.transaction if endings else self._database.autocommit  # deltas alone: one statement
+        with opened() as session:
+            if endings:
                 jobs.lock(session, [attempt.claim.job_id for attempt in attempts])
-                shown = events.append_tokens(session, owner, deltas)
-                ended = jobs.finish(session, owner, endings)
-        else:
-            with self._database.autocommit() as session:  # it is one statement
-                shown = events.append_tokens(session, owner, deltas)
+            shown = events.append_tokens(session, owner, deltas)
+            ended = jobs.finish(session, owner, endings) if endings else []
         events.announce(self._redis, [*shown, *ended])
         self._settle(attempts, shown, ended)
 

@@ -72,12 +72,12 @@ class Sweeper:
         self._leadership: Connection | None = None
         self._leader_since = 0.0
         self._is_silent = and_(Worker.dead.is_(False), Worker.heartbeat_at < NOW - timedelta(seconds=lease_s))
-        self._what_is_there = select(
-            exists().where(self._is_silent),
-            exists().where(jobs.IS_ORPHAN),
-            exists().where(jobs.IS_EXPIRED),
-            exists().where(jobs.is_unclaimed(GRACE_S)),
-            exists().where(_IS_BYGONE),
+        self._look_statement = select(
+            exists().where(self._is_silent).label("silent_workers"),
+            exists().where(jobs.IS_ORPHAN).label("orphans"),
+            exists().where(jobs.IS_EXPIRED).label("expired"),
+            exists().where(jobs.is_unclaimed(GRACE_S)).label("unclaimed"),
+            exists().where(_IS_BYGONE).label("bygone_workers"),
         )
 
     def sweep(self) -> None:
@@ -90,10 +90,11 @@ class Sweeper:
         if leadership is None:
             return
         seen = self._look(leadership)
-        is_seasoned = time.monotonic() - self._leader_since >= self._lease_s
-        has_dead = seen.silent_workers and is_seasoned and self._declare_dead()
+        may_declare = time.monotonic() - self._leader_since >= self._lease_s
+        if seen.silent_workers and may_declare:
+            self._declare_dead()
         requeued = forgotten = 0
-        if seen.orphans or has_dead:
+        if seen.orphans or seen.silent_workers:
             requeued = self._move_all(
                 lambda session: jobs.requeue_orphans(session, max_deaths=self._max_deaths, limit=LIMIT)
             )
@@ -109,7 +110,7 @@ class Sweeper:
     def _look(self, leadership: Connection) -> _Seen:
         """What there is to do: all that a quiet round asks. It also shows that the lock is still held."""
         try:
-            return _Seen(*leadership.execute(self._what_is_there).one())
+            return _Seen(**leadership.execute(self._look_statement).mappings().one())
         except BaseException:
             self._resign()
             raise
@@ -137,16 +138,12 @@ class Sweeper:
             self._leadership.close()
             self._leadership = None
 
-    def _declare_dead(self) -> bool:
-        """By the database's clock alone. From this commit on, the worker can claim nothing and learns it is dead.
-
-        Returns whether there was one.
-        """
+    def _declare_dead(self) -> None:
+        """By the database's clock alone. From this commit on, the worker can claim nothing and learns it is dead."""
         with self._database.autocommit() as session:
             dead = session.scalars(update(Worker).where(self._is_silent).values(dead=True).returning(Worker.id)).all()
         for worker_id in dead:
             logger.warning("worker %s sent no heartbeat for %s s and is declared dead", worker_id, self._lease_s)
-        return bool(dead)
 
     def _move_all(self, move: Callable[[Session], list[Event]]) -> int:
         """Move jobs, a transaction at a time, until fewer than LIMIT are found; announce them. Returns how many."""

@@ -7,7 +7,7 @@ import time
 from flask import Flask, Response, g, request
 
 from app.api import batches, errors, events, files, health, jobs, models
-from app.api.services import PerProcess, services
+from app.api.services import install, services
 from app.ids import new_id
 from app.settings import Settings, get_settings
 
@@ -27,7 +27,7 @@ def create_app(settings: Settings | None = None) -> Flask:
     Raises SetupError when it cannot serve with these settings.
     """
     app = Flask("everbatch", static_folder=None)
-    app.extensions["everbatch"] = PerProcess(settings or get_settings())
+    install(app, settings or get_settings())
     app.json.sort_keys = False  # type: ignore[attr-defined]
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.url_map.strict_slashes = False

@@ -15,7 +15,7 @@ def read_object() -> dict[str, Any]:
 
     Raises PayloadTooLarge, MalformedBody, InvalidRequest.
     """
-    max_bytes = services().settings.max_prompt_bytes
+    max_bytes = services().settings.max_body_bytes
     # One more than we take: Werkzeug cuts a body of unknown length off at its maximum, without a word.
     request.max_content_length = max_bytes + 1
     return parse_object(request.get_data(cache=False), max_bytes=max_bytes)

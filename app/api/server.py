@@ -6,11 +6,11 @@ gunicorn "app.api:create_app()" --worker-class app.api.server.Worker --threads 2
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from http import HTTPStatus
 from typing import Any
 
-from flask import Flask
 from gunicorn import util
 from gunicorn.arbiter import Arbiter
 from gunicorn.http.errors import (
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from app import logs
 from app.api import errors
-from app.api.services import PerProcess
+from app.api.services import services_of
 from app.errors import SetupError
 from app.settings import complaint
 
@@ -49,16 +49,26 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         logs.adopt("gunicorn.error")
         try:
             super().load_wsgi()
-            self._services().get()
+            self._notice_lost_clients(services_of(self.wsgi).get().settings.sse_heartbeat_s)
         except (SetupError, OSError, ValidationError) as error:
             sys.stderr.write(f"{complaint(error)}\n")
             sys.exit(Arbiter.APP_LOAD_ERROR)  # tells gunicorn not to try again
+
+    def _notice_lost_clients(self, heartbeat_s: float) -> None:
+        """End a connection whose client acknowledges nothing for two heartbeats, such as one that lost its power.
+
+        What a listening socket is told, those that it accepts inherit. The kernel alone waits for a quarter of an hour.
+        """
+        for listener in self.sockets:
+            if listener.sock.family in (socket.AF_INET, socket.AF_INET6):
+                timeout_ms = int(2000 * heartbeat_s)
+                listener.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
     def handle_exit(self, signal: int, frame: Any) -> None:
         """On SIGTERM: take no more requests, end the streams, finish what is short."""
         super().handle_exit(signal, frame)
         if self.booted:
-            self._services().get().end_streams()
+            services_of(self.wsgi).get().end_streams()
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: Exception) -> None:
         """Answer what never reached the application, or broke outside it.
@@ -77,8 +87,3 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             util.write_nonblock(client, f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         except OSError as error:
             logger.info("an error was not told: %s", type(error).__name__)  # the client has gone
-
-    def _services(self) -> PerProcess:
-        app: Flask = self.wsgi
-        services: PerProcess = app.extensions["everbatch"]
-        return services

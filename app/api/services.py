@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 
 import redis
-from flask import current_app
+from flask import Flask, current_app
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -27,6 +27,8 @@ from app.vault import Vault
 
 _POOL_SIZE = 16
 """Database connections of a process: streams hold none, and other requests hold one for milliseconds."""
+_ANNOUNCE_TIMEOUT_S = 1
+"""A request whose rows are committed waits so long, twice at most, for a Redis that does not answer."""
 _EXTENSION = "everbatch"
 
 
@@ -99,7 +101,10 @@ class PerProcess:
     def _open(self) -> Services:
         # One retry hides a connection that Redis had closed; more would keep a request waiting while Redis is away.
         client = redis.Redis.from_url(
-            self._redis_url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 1)
+            self._redis_url,
+            socket_timeout=_ANNOUNCE_TIMEOUT_S,
+            socket_connect_timeout=_ANNOUNCE_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 1),
         )
         database = Database(self._database_url, pool_size=_POOL_SIZE)
         broker = Broker(self._redis_url)
@@ -127,7 +132,17 @@ def _needed(url: str | None, variable: str) -> str:
     return url
 
 
+def install(app: Flask, settings: Settings) -> None:
+    """Give an application its services. Raises SetupError."""
+    app.extensions[_EXTENSION] = PerProcess(settings)
+
+
+def services_of(app: Flask) -> PerProcess:
+    """What opens the application's services in this process."""
+    holder: PerProcess = app.extensions[_EXTENSION]
+    return holder
+
+
 def services() -> Services:
     """The services of the current request's application."""
-    holder: PerProcess = current_app.extensions[_EXTENSION]
-    return holder.get()
+    return services_of(current_app).get()

@@ -25,7 +25,7 @@ from app import access, models
 from app.children import is_free
 from app.db import MIGRATIONS
 from app.embedded import Servers
-from app.errors import SetupError
+from app.errors import SetupError, first_line
 from app.home import Home, HomeLock
 from app.settings import Settings
 
@@ -64,7 +64,6 @@ def doctor(home: Path | None) -> None:
 def examine(settings: Settings) -> Iterator[Finding]:
     """All findings, each as soon as it is known."""
     home = Home(settings.home)
-    settings = settings.model_copy(update={"home": home.path})
     yield _python()
     yield _packages()
     yield from _home(home)
@@ -209,8 +208,9 @@ def _guarded(subject: str, setting: str, look: Callable[[], Finding]) -> Finding
     try:
         return replace(look(), subject=subject)
     except (SQLAlchemyError, redis.RedisError, ValueError) as error:
-        said = str(error).strip().splitlines()[0]
-        return Finding(subject, f"does not answer: {said}", f"set {setting} to a server that does, or unset it")
+        return Finding(
+            subject, f"does not answer: {first_line(error)}", f"set {setting} to a server that does, or unset it"
+        )
 
 
 def _database(url: str) -> Finding:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from app import db as db_module
 from app.db import Database
@@ -56,3 +56,18 @@ def test_autocommitted_statements_stand_even_if_what_follows_them_fails(db: Data
         raise ZeroDivisionError
     with db.transaction() as session:
         session.execute(text("drop table kept"))
+
+
+def test_a_process_that_hangs_in_a_transaction_does_not_hold_its_locks(
+    database: str, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with db.transaction() as session:
+        session.execute(text("create table held (number int)"))
+    monkeypatch.setattr(db_module, "IDLE_TRANSACTION_S", 1)
+    hanging = Database(database)
+    with pytest.raises(DBAPIError), hanging.transaction() as session:
+        session.execute(text("lock table held"))
+        with db.transaction() as other:
+            other.execute(text("drop table held"))  # as soon as the hanging one has been ended
+        session.execute(_PID)
+    hanging.close()

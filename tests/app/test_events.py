@@ -168,6 +168,29 @@ def test_a_quiet_job_beats(db: Database, hub: Hub, submit: Any) -> None:
     follower.close()  # type: ignore[attr-defined]
 
 
+def test_a_follower_who_is_ahead_of_a_busy_job_hears_beats_too(
+    db: Database, hub: Hub, submit: Any, worker: Any
+) -> None:
+    claim = started(submit, worker)
+    follower = events.follow(db, hub, claim.job_id, 10**9, heartbeat_s=0.1, poll_s=30)
+    stopped = threading.Event()
+
+    def write() -> None:
+        number = 3
+        while not stopped.wait(0.01):
+            worker.write(claim, "a", number)
+            number += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert [next(follower) for _ in range(2)] == [None] * 2
+    finally:
+        stopped.set()
+        writer.join()
+        follower.close()  # type: ignore[attr-defined]
+
+
 def test_following_ends_with_the_job_that_was_deleted(db: Database, hub: Hub, submit: Any, owner: Any) -> None:
     job_id = submit()
     follower = events.follow(db, hub, job_id, 1, heartbeat_s=0.05, poll_s=0.05)

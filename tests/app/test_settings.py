@@ -55,3 +55,18 @@ def test_an_address_that_is_none_stops_the_start_without_its_password(
     with pytest.raises(ValidationError) as refusal:
         Settings()
     assert variable in complaint(refusal.value) and "secret" not in complaint(refusal.value)
+
+
+def test_a_lease_that_a_late_beat_would_end_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERBATCH_LEASE_S", "1")
+    with pytest.raises(ValidationError) as refusal:
+        Settings()
+    assert complaint(refusal.value).startswith(
+        "EVERBATCH_HEARTBEAT_S is 1.0: Input should be at most a third of EVERBATCH_LEASE_S = 1.0"
+    )
+
+
+def test_a_home_is_one_place_however_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert Settings(home=Path("~/x")).home == Settings(home=Path("x")).home == tmp_path / "x"

@@ -12,8 +12,10 @@ from sqlalchemy import func, select, update
 
 from app import tables
 from app.broker import GENERATE, celery_app, queue, queue_name
+from app.db import Database, migrate
 from app.tiers import Tier
 from tests.site import Site
+from worker.vital import BROKEN
 
 SLOTS = 16
 
@@ -228,6 +230,33 @@ def test_the_worker_goes_on_after_the_broker_dropped_all_connections(site: Site)
     for job_id in running:
         site.check_succeeded(job_id)
         assert site.job(job_id).attempt == 1, "nothing was run again"
+
+
+def test_an_engine_that_hangs_ends_its_worker_and_its_jobs_go_on_elsewhere(site: Site) -> None:
+    hanging = site.start_worker(2, echo_step_ms=60_000.0, watchdog_s=1.0)
+    job_ids = site.submit(2 * SLOTS, max_tokens=400, ignore_eos=True)
+    site.dispatch()
+    site.wait_for(lambda: hanging.poll() is not None)
+    assert hanging.returncode == BROKEN
+    io = site.start_io()  # sweeps
+    site.wait_until(job_ids, "succeeded")
+    assert {site.job(job_id).attempt for job_id in job_ids} == {1, 2}
+    assert site.stop(io) == 0
+
+
+def test_a_worker_waits_for_the_tables_of_its_version(site: Site, empty_database: str) -> None:
+    early = site.spawn_worker(3, database_url=empty_database)
+    site.wait_for(lambda: "alembic upgrade head" in (site.settings.home / "engine3.log").read_text())
+    migrate(empty_database)
+    other = Database(empty_database)
+
+    def is_registered() -> bool:
+        with other.autocommit() as session:
+            return session.scalar(select(tables.Worker.pid)) == early.pid
+
+    site.wait_for(is_registered)
+    other.close()
+    assert site.stop(early) == 0
 
 
 def running_jobs(site: Site) -> int:

@@ -17,6 +17,7 @@ from flask import Flask
 from werkzeug.test import TestResponse
 
 from app.api import create_app
+from app.api.services import services_of
 from app.children import end, free_port, wait_until
 from app.commands import PROJECT
 from app.settings import Settings, environment
@@ -26,7 +27,7 @@ from app.settings import Settings, environment
 def app(settings: Settings) -> Iterator[Flask]:
     app = create_app(settings)
     yield app
-    app.extensions["everbatch"].close()
+    services_of(app).close()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from flask import Flask
 from sqlalchemy.exc import OperationalError
 
 from app.api import create_app
+from app.api.services import services_of
 from app.children import free_port
 from app.errors import SetupError
 from app.settings import Settings
@@ -79,7 +80,7 @@ def broken(settings: Settings) -> Any:
         raise OperationalError("select SECRET", {}, Exception("SECRET"))
 
     yield app
-    app.extensions["everbatch"].close()
+    services_of(app).close()
 
 
 def test_an_unexpected_error_is_a_500_that_says_nothing_of_the_request(
@@ -108,7 +109,7 @@ def test_a_database_that_is_not_there_is_a_503(settings: Settings, owner: Any) -
         answer = app.test_client().get("/v1/jobs", headers={"Authorization": f"Bearer {owner.key}"})
         assert (answer.status_code, answer.get_json()["error"]["code"]) == (503, "unavailable")
     finally:
-        app.extensions["everbatch"].close()
+        services_of(app).close()
 
 
 @pytest.mark.parametrize("missing", ["database_url", "redis_url"])

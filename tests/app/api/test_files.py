@@ -12,6 +12,7 @@ import pytest
 from werkzeug.test import TestResponse
 
 from app.api import create_app
+from app.api.services import services_of
 from app.settings import Settings
 
 CUT_OFF = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\ncut of'
@@ -152,7 +153,7 @@ def test_a_file_over_the_limit_is_refused_and_leaves_nothing(call: Any, settings
             assert answer.json is not None
             assert answer.json["error"]["code"] == "payload_too_large"
     finally:
-        app.extensions["everbatch"].close()
+        services_of(app).close()
     assert drafts(settings) == []
 
 

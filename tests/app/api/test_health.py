@@ -10,6 +10,7 @@ import pytest
 from flask import Flask
 
 from app.api import create_app
+from app.api.services import services_of
 from app.children import free_port
 from app.settings import Settings
 
@@ -37,7 +38,7 @@ def alone(settings: Settings) -> Iterator[Flask]:
     }
     app = create_app(settings.model_copy(update=nowhere))
     yield app
-    app.extensions["everbatch"].close()
+    services_of(app).close()
 
 
 def test_ready_names_what_is_missing(alone: Flask) -> None:
@@ -49,7 +50,7 @@ def test_ready_names_what_is_missing(alone: Flask) -> None:
 
 
 def scrape(app: Flask) -> str:
-    port = app.extensions["everbatch"].get().metrics_server.port
+    port = services_of(app).get().metrics_server.port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text: str = answer.read().decode()
     return text

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import func, select
 from werkzeug.test import TestResponse
 
+from app.api.services import services_of
 from app.db import Database
 from app.settings import Settings
 from app.tables import Delivery, Job
@@ -106,7 +107,7 @@ def test_the_deadline_counts_from_the_submission(call: Any, db: Database, settin
 def test_a_full_queue_answers_429_and_when_to_come_back(
     settings: Settings, call: Any, call_as: Any, new_tenant: Any, app: Any
 ) -> None:
-    services = app.extensions["everbatch"].get()
+    services = services_of(app).get()
     full = settings.model_copy(update={"max_queued_jobs": 2})
     object.__setattr__(services, "settings", full)
     try:

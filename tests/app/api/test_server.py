@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import signal
 import socket
+import struct
 from typing import Any
 
 import httpx
 import pytest
 
+from app.children import wait_until
 from app.settings import Settings
+
+SO_ATTACH_FILTER = 26
 
 
 def test_a_stop_ends_open_streams_in_good_order(serving: Any, settings: Settings, submit: Any, owner: Any) -> None:
@@ -22,6 +27,39 @@ def test_a_stop_ends_open_streams_in_good_order(serving: Any, settings: Settings
             server.process.send_signal(signal.SIGTERM)
             assert b"".join(pieces) == b""  # not cut off: httpx would raise
         assert server.process.wait(20) == 0  # well before the graceful timeout of 30 s
+
+
+def test_a_client_that_lost_its_power_is_noticed(server: Any, submit: Any, owner: Any) -> None:
+    host, port = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+    head = f"GET /v1/jobs/{submit()}/events HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {owner.key}\r\n\r\n"
+    with socket.create_connection((host, port), timeout=10) as client:
+        client.sendall(head.encode())
+        assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        assert wait_until(lambda: open_streams(server) == 1, 10)
+        drop_all_that_comes(client)
+        # Two heartbeats are 0.4 s; the kernel by itself waits for minutes.
+        assert wait_until(lambda: open_streams(server) == 0, 10)
+
+
+def drop_all_that_comes(connection: socket.socket) -> None:
+    """From here on nothing is acknowledged, as after a cut cable: a packet filter that keeps no byte."""
+    keep_nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    program = struct.pack("HL", 1, ctypes.addressof(keep_nothing))
+    connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+
+def open_streams(server: Any) -> float:
+    """As the server's metrics tell."""
+    text = httpx.get(metrics_url(server), trust_env=False).text
+    (line,) = [line for line in text.splitlines() if line.startswith("everbatch_open_streams ")]
+    return float(line.split()[1])
+
+
+def metrics_url(server: Any) -> str:
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    (line,) = [line for line in lines if line["logger"] == "app.metrics"]
+    assert (line["role"], line["level"]) == ("api", "info")
+    return f"http://127.0.0.1:{line['message'].rsplit(':', 1)[1].split('/')[0]}/metrics"
 
 
 def test_it_serves_also_when_loaded_before_the_fork(serving: Any, settings: Settings, owner: Any) -> None:
@@ -82,8 +120,4 @@ def test_broken_http_is_refused_in_json_and_never_logged(server: Any, owner: Any
 
 
 def test_the_log_is_json_and_names_the_metrics_port(server: Any) -> None:
-    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
-    (line,) = [line for line in lines if line["logger"] == "app.metrics"]
-    assert (line["role"], line["level"]) == ("api", "info")
-    port = int(line["message"].rsplit(":", 1)[1].split("/")[0])
-    assert "everbatch_open_streams" in httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    assert "everbatch_open_streams" in httpx.get(metrics_url(server), trust_env=False).text
