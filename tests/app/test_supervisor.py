@@ -180,7 +180,7 @@ def test_taken_port_and_unknown_model_end_up_with_one_line(
     taken = str(make_url(empty_database).port)
     servers = {"EVERBATCH_DATABASE_URL": empty_database, "EVERBATCH_REDIS_URL": redis_url}
     for options, complaint in (
-        (["--port", taken], f"Port {taken} of 127.0.0.1 is taken: pass --port"),
+        (["--port", taken], f"Port {taken} of 127.0.0.1 is taken: pass --port or set EVERBATCH_PORT"),
         (["--port", "0", "--model", "/absent"], "EVERBATCH_MODEL: '/absent' has no readable config.json"),
     ):
         done = CliRunner(env=servers).invoke(main, ["up", "--home", str(home), *options])
