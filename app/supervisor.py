@@ -147,6 +147,7 @@ class Supervisor:
         on_ready(Ready(granted, model.name, pids))
         while not self._signals:
             self._tick(servers)
+        self._report("Stopping")
 
     def _prepare_model(self) -> None:
         """Make the directory of a built-in model, in a process of its own: it takes torch, which we never import."""

@@ -132,6 +132,8 @@ def test_up_heals_and_ends_in_good_order(make_home: Callable[[], Path]) -> None:
         up.process.terminate()
         assert up.process.wait(_PATIENCE_S) == 0, up.said()
         assert not [process for process in descendants if process.is_running()]
+        assert up.said().splitlines()[-1] == "Stopping"
+        assert up.process.stdout is not None and up.process.stdout.read() == b""
 
 
 @pytest.mark.slow  # two more starts
