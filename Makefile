@@ -16,7 +16,7 @@ $(INSTALLED): pyproject.toml requirements.lock deploy/install.py deploy/setup.sh
 	sh deploy/setup.sh
 	@touch $@
 
-# Jobs of three tiers, live tokens, a webhook, a killed worker: in a minute, from nothing.
+# Jobs of three tiers, live tokens, a webhook, a killed worker: in a minute or two, from nothing.
 demo: setup
 	$(BIN)/everbatch demo
 

@@ -148,7 +148,9 @@ class Refused(ClientError):
         self.code = code
         self.field = field
         self.retry_after_s = retry_after_s
-        super().__init__(f"{field}: {message}" if field and field not in message else message)
+        # id is no field but the one of the path, which the message names.
+        is_named = not field or field == "id" or field in message
+        super().__init__(message if is_named else f"{field}: {message}")
 
 
 @dataclass(frozen=True, slots=True)

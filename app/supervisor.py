@@ -114,7 +114,8 @@ class Supervisor:
         Raises SetupError, after everything has ended, when something cannot start like this.
         """
         if not is_free(self._settings.port, self._settings.host):
-            raise SetupError(f"Port {self._settings.port} of {self._settings.host} is taken: pass --port, 0 for any")
+            place = f"Port {self._settings.port} of {self._settings.host}"
+            raise SetupError(f"{place} is taken: pass --port or set EVERBATCH_PORT, 0 for any")
         with self._signals_counted(), Servers.start(self._settings) as servers:
             try:
                 self._run_on(servers, on_ready)
@@ -146,6 +147,7 @@ class Supervisor:
         on_ready(Ready(granted, model.name, pids))
         while not self._signals:
             self._tick(servers)
+        self._report("Stopping")
 
     def _prepare_model(self) -> None:
         """Make the directory of a built-in model, in a process of its own: it takes torch, which we never import."""

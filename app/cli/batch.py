@@ -42,9 +42,10 @@ _errors_option = click.option(
 def run(client: Client, file: Path, output: Path | None, errors: Path | None, as_json: bool) -> None:
     """Run all requests of FILE, an OpenAI batch file, and write their results and errors.
 
-    Each row of FILE becomes one line of one of the two; a file that would be empty is not written. The exit code is 0
-    when all rows succeeded, 1 when some did not, 3 when the batch was cancelled. Ctrl-C leaves the batch alone:
-    `everbatch batch fetch` takes up where this stopped.
+    Each row of FILE becomes one line of one of the two. A file that is there already, of an earlier run for instance,
+    is overwritten; one that would be empty is not written, and the earlier one stays. The exit code is 0 when all rows
+    succeeded, 1 when some did not, 3 when the batch was cancelled. Ctrl-C leaves the batch alone: `everbatch batch
+    fetch` takes up where this stopped.
     """
     places = _places(file.stem, output, errors)
     if file.resolve() in (places.output.resolve(), places.errors.resolve()):

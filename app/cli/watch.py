@@ -52,7 +52,7 @@ def show(client: Client, job_id: str, *, as_json: bool, max_tokens: int | None =
     if as_json:
         click.echo(json.dumps(job))
     else:
-        _tell_end(job)
+        tell_end(job)
     return EXIT_CODES[job["status"]]
 
 
@@ -65,11 +65,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub("\ufffd", text)
 
 
-def _tell_end(job: Job) -> None:
-    """On a line of its own; the text on stdout is left exactly as the model made it unless a terminal shows it."""
-    if sys.stdout.isatty():
-        click.echo()
+def tell_end(job: Job) -> None:
+    """End the text's last line on stdout, where the model did not, and say on stderr how the job ended."""
     usage, choice = job["usage"], job["output"]["choices"][0]
+    if choice["text"] and not choice["text"].endswith("\n"):
+        click.echo()
     reason = job["error"]["message"] if job["error"] else choice["finish_reason"]
     attempts = f", {job['attempt']} attempts" if job["attempt"] > 1 else ""
     click.echo(

@@ -132,6 +132,8 @@ def test_up_heals_and_ends_in_good_order(make_home: Callable[[], Path]) -> None:
         up.process.terminate()
         assert up.process.wait(_PATIENCE_S) == 0, up.said()
         assert not [process for process in descendants if process.is_running()]
+        assert up.said().splitlines()[-1] == "Stopping"
+        assert up.process.stdout is not None and up.process.stdout.read() == b""
 
 
 @pytest.mark.slow  # two more starts
@@ -180,7 +182,7 @@ def test_taken_port_and_unknown_model_end_up_with_one_line(
     taken = str(make_url(empty_database).port)
     servers = {"EVERBATCH_DATABASE_URL": empty_database, "EVERBATCH_REDIS_URL": redis_url}
     for options, complaint in (
-        (["--port", taken], f"Port {taken} of 127.0.0.1 is taken: pass --port"),
+        (["--port", taken], f"Port {taken} of 127.0.0.1 is taken: pass --port or set EVERBATCH_PORT"),
         (["--port", "0", "--model", "/absent"], "EVERBATCH_MODEL: '/absent' has no readable config.json"),
     ):
         done = CliRunner(env=servers).invoke(main, ["up", "--home", str(home), *options])

@@ -30,12 +30,12 @@ def test_reads_the_prompt_from_standard_input(everbatch: Everbatch, client: Clie
     assert client.get(submitted.stdout.strip())["usage"]["prompt_tokens"] == len("Once\nupon")
 
 
-def test_watched_text_on_stdout_is_exactly_the_result(everbatch: Everbatch, client: Client) -> None:
+def test_watched_text_on_stdout_is_the_result_and_a_newline(everbatch: Everbatch, client: Client) -> None:
     watched = everbatch("submit", "x", "--max-tokens", "40", "--watch")
     assert watched.exit_code == 0
     queued, ended = watched.stderr.splitlines()
     job_id = queued.split()[0]
-    assert watched.stdout == client.get(job_id)["output"]["choices"][0]["text"]
+    assert watched.stdout == client.get(job_id)["output"]["choices"][0]["text"] + "\n"
     assert ended == f"{job_id} succeeded (length): 1 + 40 tokens"
 
 
@@ -81,7 +81,7 @@ def test_bar_on_a_terminal_leaves_the_redirected_text_alone(service: Ready, serv
     os.close(ours)
     assert child.wait() == 0
     assert b"tokens" in shown and b"running" in shown
-    assert len(text.read_bytes()) == 300
+    assert len(text.read_bytes()) == 300 + len("\n")
 
 
 def _shell(home: Path) -> dict[str, str]:

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
 from click.testing import Result
 
+from app.cli.watch import tell_end
 from app.client import Client
 
 Everbatch = Callable[..., Result]
@@ -13,8 +15,18 @@ Everbatch = Callable[..., Result]
 def test_ended_job_is_shown_from_its_first_token(everbatch: Everbatch, client: Client) -> None:
     job = client.wait(client.submit("x", max_tokens=30)["id"])
     watched = everbatch("watch", job["id"])
-    assert (watched.exit_code, watched.stdout) == (0, job["output"]["choices"][0]["text"])
+    assert (watched.exit_code, watched.stdout) == (0, job["output"]["choices"][0]["text"] + "\n")
     assert json.loads(everbatch("watch", job["id"], "--json").stdout) == job
+
+
+@pytest.mark.parametrize(("text", "ending"), [("a", "\n"), ("a\n", ""), ("", "")])
+def test_last_line_of_a_text_is_ended_once(
+    client: Client, capsys: pytest.CaptureFixture[str], text: str, ending: str
+) -> None:
+    job = client.wait(client.submit("x", max_tokens=1)["id"])
+    job["output"]["choices"][0]["text"] = text
+    tell_end(job)
+    assert capsys.readouterr().out == ending
 
 
 def test_exit_code_tells_how_the_job_ended(everbatch: Everbatch, client: Client) -> None:
