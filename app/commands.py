@@ -14,6 +14,10 @@ CANNOT_START = 78
 API_GRACE_S = 5
 """Open streams get so long to end when the API stops, in seconds; their clients resume at the next start."""
 
+API_KEEP_ALIVE_S = 10
+"""An idle connection stays open for so long, in seconds: for longer than clients keep theirs (httpx 5 s), or one would
+be closed at the moment when its client uses it again."""
+
 
 def api_command(settings: Settings) -> list[str]:
     """The API: gunicorn, one process, a thread per request or stream."""
@@ -22,6 +26,7 @@ def api_command(settings: Settings) -> list[str]:
         *["--bind", f"{settings.host}:{settings.port}"],
         *["--worker-class", "app.api.server.Worker", "--threads", str(settings.api_threads)],
         *["--graceful-timeout", str(API_GRACE_S)],
+        *["--keep-alive", str(API_KEEP_ALIVE_S)],
         *["--worker-tmp-dir", "/dev/shm"],  # its heartbeat file must not wait for a disk
         "--no-control-socket",
     ]
