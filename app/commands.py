@@ -13,7 +13,6 @@ CANNOT_START = 78
 """The exit code (EX_CONFIG) of a process for which a new start would not help; its last line says why."""
 API_GRACE_S = 5
 """Open streams get so long to end when the API stops, in seconds; their clients resume at the next start."""
-
 API_KEEP_ALIVE_S = 10
 """An idle connection stays open for so long, in seconds: for longer than clients keep theirs (httpx 5 s), or one would
 be closed at the moment when its client uses it again."""

@@ -21,33 +21,35 @@ class WorkerMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        self._tokens = Counter(
-            "everbatch_generated_tokens", "Tokens generated, by tier.", ["tier"], registry=self.registry
-        )
+        tokens = Counter("everbatch_generated_tokens", "Tokens generated, by tier.", ["tier"], registry=self.registry)
         self._ended = Counter(
             "everbatch_attempts_ended", "Attempts that ended here, by outcome.", ["tier", "outcome"],
             registry=self.registry,
         )  # fmt: skip
-        self._first_token = Histogram(
+        first_token = Histogram(
             "everbatch_time_to_first_token_seconds", "From the claim of a job to its first token.", ["tier"],
             buckets=_FIRST_TOKEN_BUCKETS, registry=self.registry,
         )  # fmt: skip
-        self._inter_token = Histogram(
+        inter_token = Histogram(
             "everbatch_inter_token_seconds", "Between two tokens of a job.", ["tier"],
             buckets=_INTER_TOKEN_BUCKETS, registry=self.registry,
         )  # fmt: skip
+        # Looked up once, not with each token: that costs as much as the counting.
+        self._tokens = {tier: tokens.labels(tier.value) for tier in Tier}
+        self._first_token = {tier: first_token.labels(tier.value) for tier in Tier}
+        self._inter_token = {tier: inter_token.labels(tier.value) for tier in Tier}
         self.registry.register(_EngineCollector(engine))
 
     def observe(self, attempt: Attempt, output: Output, at: float) -> None:
         """Note an output of an attempt, which left the engine at a moment of time.monotonic()."""
         if not output.token_ids:
             return
-        tier = attempt.claim.tier.value
-        self._tokens.labels(tier).inc(len(output.token_ids))
+        tier = attempt.claim.tier
+        self._tokens[tier].inc(len(output.token_ids))
         if attempt.last_output_at is None:
-            self._first_token.labels(tier).observe(at - attempt.claimed_at)
+            self._first_token[tier].observe(at - attempt.claimed_at)
         else:
-            self._inter_token.labels(tier).observe((at - attempt.last_output_at) / len(output.token_ids))
+            self._inter_token[tier].observe((at - attempt.last_output_at) / len(output.token_ids))
 
     def count_end(self, tier: Tier, outcome: Outcome) -> None:
         self._ended.labels(tier.value, outcome.value).inc()
