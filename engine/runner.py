@@ -34,6 +34,7 @@ class ModelRunner:
     """
 
     block_size = BLOCK_SIZE
+    num_host_blocks = 0
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and reserve its cache. Raises ModelError if either cannot be had."""

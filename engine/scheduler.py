@@ -21,7 +21,7 @@ from operator import attrgetter
 
 from engine.blocks import BlockPool
 from engine.request import Finish, Request, Sampling, Stats
-from engine.step import Chunk, StepPlan
+from engine.step import Chunk, StepPlan, pack
 
 _ORDER = attrgetter("order")
 
@@ -199,7 +199,7 @@ class Scheduler:
         ]
         self._planned = [*decodes, *(line for line, _ in pieces)]
         chunks += [self._prefill_chunk(line, count) for line, count in pieces]
-        return StepPlan(self._steps + 1, tuple(chunks)) if chunks else None
+        return pack(self._steps + 1, chunks, block_size=self._block_size) if chunks else None
 
     def commit(self, plan: StepPlan, sampled_ids: Sequence[int]) -> list[Progress]:
         """Book a computed step: one Progress for each request that gained a token, in the plan's order.

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from engine.echo import EchoRunner, echo_token, write_model
 from engine.request import Sampling
-from engine.step import Chunk, StepPlan
+from engine.step import Chunk, pack
 
 
 def test_a_token_depends_on_seed_and_position_alone() -> None:
@@ -20,7 +20,7 @@ def test_a_token_depends_on_seed_and_position_alone() -> None:
     prefill = Chunk("a", (1, 2, 3), 4, (0,), sampling)
     piece = Chunk("b", (9, 9), 0, (1,), None)
     decode = Chunk("c", (200,), 6, (2, 3), sampling)
-    sampled = runner.execute(StepPlan(1, (decode, prefill, piece)))
+    sampled = runner.execute(pack(1, (decode, prefill, piece), block_size=16))
     assert sampled == [echo_token(5, 7), echo_token(5, 7)]
 
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.request import Sampling
 from engine.runner import BLOCK_SIZE, MIN_LANE_TOKENS, ModelRunner, share
-from engine.step import Chunk, StepPlan
+from engine.step import Chunk, pack
 
 GREEDY = Sampling(max_tokens=1, temperature=0.0)
 
@@ -63,19 +63,19 @@ def test_tokens_come_in_the_plans_order_from_chunks_that_sample(runner: ModelRun
         make_chunk(str(index), prompt, blocks=(2 * index, 2 * index + 1), sampling=None if index == 2 else GREEDY)
         for index, prompt in enumerate(prompts)
     ]
-    alone = [runner.execute(StepPlan(1, (chunk,))) for chunk in chunks]
+    alone = [runner.execute(pack(1, (chunk,), block_size=BLOCK_SIZE)) for chunk in chunks]
     assert alone[2] == []
-    together = runner.execute(StepPlan(2, tuple(chunks)))
+    together = runner.execute(pack(2, tuple(chunks), block_size=BLOCK_SIZE))
     assert together == [token for tokens in alone for token in tokens]
     assert len(set(together)) > 1
 
 
 def test_a_preempted_sequence_computed_again_elsewhere_goes_on_the_same(runner: ModelRunner) -> None:
     prompt = list(range(50, 90))
-    first = runner.execute(StepPlan(1, (make_chunk("a", prompt, blocks=(0, 1)),)))
-    second = runner.execute(StepPlan(2, (make_chunk("a", first, start=40, blocks=(0, 1)),)))
+    first = runner.execute(pack(1, (make_chunk("a", prompt, blocks=(0, 1)),), block_size=BLOCK_SIZE))
+    second = runner.execute(pack(2, (make_chunk("a", first, start=40, blocks=(0, 1)),), block_size=BLOCK_SIZE))
     again = make_chunk("a", prompt + first, blocks=(7, 3))
-    assert runner.execute(StepPlan(3, (again,))) == second
+    assert runner.execute(pack(3, (again,), block_size=BLOCK_SIZE)) == second
 
 
 def test_the_pool_is_as_large_as_its_memory(model_dir: Path) -> None:
@@ -124,17 +124,17 @@ def test_a_token_does_not_depend_on_its_neighbours_or_lane(lanes: int, model_dir
     sampled = dataclasses.replace(GREEDY, temperature=1.0, seed=11)
     prompt = [draw.randrange(300) for _ in range(20)]
     me = make_chunk("me", prompt, blocks=(0,), sampling=sampled)
-    alone = runner.execute(StepPlan(1, (me,)))
+    alone = runner.execute(pack(1, (me,), block_size=BLOCK_SIZE))
     for number in range(2, 8):
         mates = [
             make_chunk(str(index), [draw.randrange(300) for _ in range(draw.randint(2, 30))], blocks=(index,))
             for index in range(1, number)
         ]
-        assert runner.execute(StepPlan(number, (*mates, me)))[-1:] == alone
+        assert runner.execute(pack(number, (*mates, me), block_size=BLOCK_SIZE))[-1:] == alone
     runner.close()
 
 
 def test_auto_is_a_dtype_that_this_machine_multiplies(model_dir: Path) -> None:
     runner = ModelRunner(make_config(model_dir, dtype="auto"))
-    assert runner.execute(StepPlan(1, (make_chunk("a", [1, 2, 3], blocks=(0,)),)))
+    assert runner.execute(pack(1, (make_chunk("a", [1, 2, 3], blocks=(0,)),), block_size=BLOCK_SIZE))
     runner.close()
