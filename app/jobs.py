@@ -44,6 +44,8 @@ class Status(StrEnum):
         return self in TERMINAL
 
 
+DEADLINE_EXCEEDED = {"code": "deadline_exceeded", "message": "The job's deadline passed before it ended"}
+"""The error of a job that expired."""
 TERMINAL = frozenset({Status.SUCCEEDED, Status.FAILED, Status.CANCELLED, Status.EXPIRED})
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
@@ -97,6 +99,8 @@ class Claim:
     resumed_ids: tuple[int, ...]
     """Tokens that earlier attempts persisted."""
     sampling: Mapping[str, Any]
+    deadline_s: float
+    """Seconds from the claim until the job expires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,8 +479,11 @@ def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> 
         job.dispatched_at = None
     moved = {event.job_id: event for event in move(session, jobs, Status.RUNNING)}
     resumed = _tokens_of(session, [job.id for job in jobs if job.attempt > 1])
-    inputs = session.execute(select(Job.id, Job.prompt_ids, Job.sampling).where(Job.id.in_(moved)))
-    prompts = {job_id: (prompt_ids, sampling) for job_id, prompt_ids, sampling in inputs}
+    left_s = func.extract("epoch", Job.deadline_at - tables.NOW)
+    rows = session.execute(
+        select(Job.id, Job.prompt_ids, Job.sampling, left_s.label("left_s")).where(Job.id.in_(moved))
+    )
+    inputs = {row.id: row for row in rows}
     return [
         Claim(
             job_id=job.id,
@@ -484,9 +491,10 @@ def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> 
             tier=Tier(job.tier),
             attempt=job.attempt,
             last_event=moved[job.id].number,
-            prompt_ids=tuple(prompts[job.id][0]),
+            prompt_ids=tuple(inputs[job.id].prompt_ids),
             resumed_ids=tuple(resumed.get(job.id, ())),
-            sampling=prompts[job.id][1],
+            sampling=inputs[job.id].sampling,
+            deadline_s=float(inputs[job.id].left_s),
         )
         for job in jobs
     ]
@@ -626,7 +634,7 @@ def expire(session: Session, *, limit: int = 500) -> list[Event]:
     """End jobs whose deadline has passed."""
     jobs = _lock(session, IS_EXPIRED, skip_locked=True, limit=limit)
     for job in jobs:
-        job.error = {"code": "deadline_exceeded", "message": "The job's deadline passed before it ended"}
+        job.error = dict(DEADLINE_EXCEEDED)
     return move(session, jobs, Status.EXPIRED)
 
 

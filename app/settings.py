@@ -43,6 +43,16 @@ class Settings(BaseSettings):
     """Slots: sequences in the running batch."""
     max_num_batched_tokens: int = Field(default=256, ge=1, validate_default=True)
     """Tokens computed in one step, decodes and prefill pieces together."""
+    step_budget_ms: float = Field(default=200.0, gt=0)
+    """No piece of a prompt joins a step with decodes that would then be expected to take longer, in milliseconds."""
+    policy: Literal["tiered", "fair", "priority", "fcfs", "sjf", "ljf"] = "tiered"
+    """Who joins the running batch first; tiered: by tier with floors, then tenant, deadline and arrival."""
+    prefill: Literal["chunked", "interleaved", "first"] = "chunked"
+    """How prompts share the steps with decodes."""
+    preemption: Literal["auto", "recompute", "swap", "discard"] = "auto"
+    """What becomes of the KV cache of a sequence that gives its slot to a higher tier."""
+    kv_swap_gib: float = Field(default=0.25, ge=0)
+    """Host memory for the KV blocks of preempted sequences, in GiB; 0: none."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory of the KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.models.spec import ModelSpec
-from engine.step import Chunk
+from engine.step import Chunk, Moves
 
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Query [N, Q, D], a layer's keys and values [blocks, K, S, D] → [N, Q, D]; made for one batch, called once a layer."""
@@ -24,14 +24,48 @@ class KVCache:
     """Keys and values of every layer, in blocks: [num_blocks, K, S, D] each."""
 
     def __init__(
-        self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         shape = (spec.layers, 2, num_blocks, spec.kv_heads, block_size, spec.head_dim)
         # Zeros, not empty: the tail of a block is masked, but 0 × NaN would still be NaN.
-        layers = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys = [layer[0] for layer in layers]
-        self.values = [layer[1] for layer in layers]
+        self._all = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = [layer[0] for layer in self._all]
+        self.values = [layer[1] for layer in self._all]
+        self._num_host_blocks = num_host_blocks
+        self._host: torch.Tensor | None = None
+
+    def move(self, moves: Moves) -> None:
+        """Carry out a step's moves of whole blocks, in all layers."""
+        if moves.swaps_out:
+            sources, targets = _pairs(moves.swaps_out)
+            self._host_memory()[:, :, targets] = self._all[:, :, sources.to(self._all.device)].cpu()
+        if moves.copies:
+            sources, targets = (ids.to(self._all.device) for ids in _pairs(moves.copies))
+            self._all[:, :, targets] = self._all[:, :, sources]
+        if moves.swaps_in:
+            sources, targets = _pairs(moves.swaps_in)
+            self._all[:, :, targets.to(self._all.device)] = self._host_memory()[:, :, sources].to(self._all.device)
+
+    def _host_memory(self) -> torch.Tensor:
+        """Made at the first swap: most services never need it."""
+        if self._host is None:
+            layers, two, _, *block = self._all.shape
+            self._host = torch.empty((layers, two, self._num_host_blocks, *block), dtype=self._all.dtype)
+        return self._host
+
+
+def _pairs(moves: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sources and targets, int64 on the CPU."""
+    pairs = torch.tensor(moves, dtype=torch.int64)
+    return pairs[:, 0], pairs[:, 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,9 +11,12 @@ from typing import Literal
 from engine.detokenizer import Detokenizer
 from engine.echo import EchoRunner
 from engine.errors import ModelError
+from engine.limits import Limits, Preemption, Prefill
 from engine.loop import EngineLoop
 from engine.models.spec import read_json
+from engine.policies import POLICIES
 from engine.request import Engine
+from engine.scheduler import Scheduler
 from engine.step import Runner
 
 
@@ -28,8 +32,18 @@ class EngineConfig:
     """Slots: sequences in the running batch."""
     max_num_batched_tokens: int = 256
     """Tokens computed in one step."""
+    policy: str = "tiered"
+    """Who goes first: a name of engine.policies.POLICIES."""
+    prefill: Prefill = Prefill.CHUNKED
+    """How prompts share the steps with the decodes."""
+    preemption: Preemption = Preemption.AUTO
+    """What becomes of the cache of a sequence that gives up its slot."""
+    step_budget_ms: float | None = 200.0
+    """No piece of a prompt joins a step with decodes that would then take longer; None: tokens alone bound it."""
     kv_cache_gib: float = 1.0
     """Memory of the KV cache on a CPU, in GiB."""
+    kv_swap_gib: float = 0.25
+    """Host memory for the KV blocks of preempted sequences, in GiB; 0: none."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, activations and KV cache may take together."""
     echo_step_ms: float = 0.0
@@ -43,15 +57,29 @@ def build(config: EngineConfig) -> Engine:
     """
     runner = _runner(config)
     try:
-        return EngineLoop(
-            runner,
-            _detokenizer(config.model_dir),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+        return EngineLoop(runner, _detokenizer(config.model_dir), scheduler_for(runner, config))
     except BaseException:
         runner.close()
         raise
+
+
+def scheduler_for(runner: Runner, config: EngineConfig) -> Scheduler:
+    """The scheduler of a runner. Raises ValueError as Limits does, and for a policy that does not exist."""
+    if config.policy not in POLICIES:
+        raise ValueError(f"policy is {config.policy!r}; there are {', '.join(POLICIES)}")
+    limits = Limits(
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        num_host_blocks=runner.num_host_blocks,
+        context_length=runner.context_length,
+        eos_ids=runner.eos_ids,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        step_budget_ms=config.step_budget_ms,
+        prefill=config.prefill,
+        preemption=config.preemption,
+    )
+    return Scheduler(limits, policy=POLICIES[config.policy](), secret=secrets.token_bytes(32))
 
 
 def _runner(config: EngineConfig) -> Runner:

@@ -36,7 +36,7 @@ class EchoRunner:
     """Computes steps of `write_model`'s model in `step_ms` milliseconds each, whatever is in them."""
 
     def __init__(
-        self, *, step_ms: float = 0.0, block_size: int = 16, num_blocks: int = 4096, num_host_blocks: int = 1024
+        self, *, step_ms: float = 0.0, block_size: int = 16, num_blocks: int = 32768, num_host_blocks: int = 1024
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,20 +38,11 @@ class EngineLoop:
     a result. `failure` says why; the process is expected to exit, and the jobs are resumed elsewhere.
     """
 
-    def __init__(
-        self, runner: Runner, detokenizer: Detokenizer, *, max_num_seqs: int, max_num_batched_tokens: int
-    ) -> None:
-        """The runner is the loop's from here on, and closed with it. Raises ValueError as Scheduler does."""
+    def __init__(self, runner: Runner, detokenizer: Detokenizer, scheduler: Scheduler) -> None:
+        """Runner and scheduler, made for each other, are the loop's from here on; the runner is closed with it."""
         self._runner = runner
         self._detokenizer = detokenizer
-        self._scheduler = Scheduler(
-            block_size=runner.block_size,
-            num_blocks=runner.num_blocks,
-            context_length=runner.context_length,
-            eos_ids=runner.eos_ids,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        self._scheduler = scheduler
         self._transcripts: dict[str, _Transcript] = {}
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
@@ -132,7 +124,7 @@ class EngineLoop:
     def _run(self, on_outputs: Callable[[Sequence[Output]], None]) -> None:
         try:
             while self._wait_for_work():
-                self._hand_over(self._empty_inbox() + self._step(), on_outputs)
+                self._hand_over(self._empty_inbox() + self._expire() + self._step(), on_outputs)
             self._hand_over(self._abort_all(), on_outputs)
         except BaseException as error:
             logger.exception("the engine's thread died")
@@ -163,7 +155,7 @@ class EngineLoop:
         return self._abort(message)
 
     def _take(self, request: Request) -> Output | None:
-        end = self._scheduler.add(request)
+        end = self._scheduler.add(request, time.monotonic())
         self._transcripts[request.id] = transcript = _Transcript(self._detokenizer.stream(), request.sampling.stop)
         resumed_ids = request.resumed_ids
         if end and end.finish is Finish.STOP:
@@ -188,11 +180,20 @@ class EngineLoop:
             self._stats = self._scheduler.stats()
         return outputs
 
+    def _expire(self) -> list[Output]:
+        """As an abort, it shows nothing more."""
+        expired = self._scheduler.expire(time.monotonic())
+        for progress in expired:
+            del self._transcripts[progress.request_id]
+        return [self._make_output(progress, "") for progress in expired]
+
     def _step(self) -> list[Output]:
-        plan = self._scheduler.plan()
+        started = time.monotonic()
+        plan = self._scheduler.plan(started)
         if plan is None:
             return []
-        progress = self._scheduler.commit(plan, self._runner.execute(plan))
+        sampled_ids = self._runner.execute(plan)
+        progress = self._scheduler.commit(plan, sampled_ids, elapsed_ms=1000 * (time.monotonic() - started))
         outputs = [self._output(gained) for gained in progress]
         with self._word:
             self._stats = self._scheduler.stats()

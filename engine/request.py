@@ -20,6 +20,8 @@ class Finish(StrEnum):
     """max_tokens were generated, or the model's context is full."""
     ABORTED = "aborted"
     """The caller took the request back."""
+    EXPIRED = "expired"
+    """Its deadline passed."""
     ERROR = "error"
     """This request cannot be computed; Output.error says why."""
 
@@ -56,6 +58,16 @@ class Request:
     """Tokens that earlier attempts generated and persisted: prefilled, never sampled or shown again."""
     rank: int = 0
     """Tier rank: 0 goes first, and takes slots from higher ranks."""
+    tenant: str = ""
+    """Whose it is: tenants share fairly, and never each other's cached blocks."""
+    weight: float = 1.0
+    """The tenant's share beside others of its tier, above 0."""
+    deadline: float | None = None
+    """When it is too late, in seconds of the engine's clock; it then ends as expired."""
+    kind: str = ""
+    """A name for requests whose outputs are of like lengths; "" is one of its own."""
+    expected_tokens: int | None = None
+    """Tokens that somebody predicts it to generate; None: what its kind has taught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +107,8 @@ class Stats:
     generated_tokens: int
     recomputed_tokens: int
     """Tokens prefilled again after a preemption or for a resumed request."""
+    cached_tokens: int
+    """Tokens that were found in the prefix cache, and not computed."""
     preemptions: int
     slot_steps: int
     """Sum over all steps of the sequences in the running batch; over steps × slots it is the slot use."""

@@ -16,7 +16,7 @@ from engine.models.fused import FusedDecoder
 from engine.models.spec import ModelSpec, read_spec
 from engine.models.weights import Checkpoint
 from engine.sampling import sample
-from engine.step import Chunk, StepPlan
+from engine.step import Chunk, Moves, StepPlan
 
 BLOCK_SIZE = 32
 """Positions in a KV block."""
@@ -34,7 +34,6 @@ class ModelRunner:
     """
 
     block_size = BLOCK_SIZE
-    num_host_blocks = 0
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and reserve its cache. Raises ModelError if either cannot be had."""
@@ -45,20 +44,35 @@ class ModelRunner:
         self.num_blocks = _num_blocks(config, spec, dtype, self._device)
         self.context_length = min(spec.max_positions, self.num_blocks * BLOCK_SIZE)
         self.eos_ids = spec.eos_ids
-        self._cache = KVCache(spec, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=self._device)
+        self.num_host_blocks = int(config.kv_swap_gib * 2**30 // spec.kv_bytes(BLOCK_SIZE, dtype.itemsize))
+        self._cache = KVCache(
+            spec,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
+            device=self._device,
+            num_host_blocks=self.num_host_blocks,
+        )
         self._decode_of = _decode_of(self._device)
         self._lanes = torch.get_num_threads() if self._device.type == "cpu" else 1
         self._pool = ThreadPoolExecutor(self._lanes, "lane", functools.partial(torch.set_num_threads, 1))
 
     def execute(self, plan: StepPlan) -> list[int]:
-        """Compute the step; one token id for each chunk that samples, in the plan's order."""
-        shares = share(plan.chunks, self._lanes)
-        lanes = [[plan.chunks[index] for index in indices] for indices in shares]
+        """Move blocks, compute the step; one token id for each chunk that samples, in the plan's order."""
+        if plan.moves:
+            self._move(plan.moves)
+        chunks = plan.chunks
+        shares = share(chunks, self._lanes)
+        lanes = [[chunks[index] for index in indices] for indices in shares]
         token_of: dict[int, int] = {}
         for indices, token_ids in zip(shares, self._pool.map(self._compute, lanes), strict=True):
-            sampling = [index for index in indices if plan.chunks[index].sampling is not None]
+            sampling = [index for index in indices if chunks[index].sampling is not None]
             token_of.update(zip(sampling, token_ids, strict=True))
         return [token_of[index] for index in sorted(token_of)]
+
+    @torch.inference_mode()
+    def _move(self, moves: Moves) -> None:
+        self._cache.move(moves)
 
     def close(self) -> None:
         self._pool.shutdown()

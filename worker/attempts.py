@@ -19,6 +19,8 @@ class Outcome(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     """By a revoke of its message."""
+    EXPIRED = "expired"
+    """Its deadline passed in the engine."""
     LOST = "lost"
     """Taken from this worker: cancelled by its tenant, expired, or given to another attempt."""
     DUPLICATE = "duplicate"

@@ -99,4 +99,5 @@ def _counters(stats: Stats) -> Iterator[tuple[str, str, int]]:
     )
     yield "everbatch_prompt_tokens", "Prompt tokens prefilled for the first time.", stats.prompt_tokens
     yield "everbatch_recomputed_tokens", "Tokens prefilled again.", stats.recomputed_tokens
+    yield "everbatch_cached_tokens", "Tokens found in the prefix cache, not computed.", stats.cached_tokens
     yield "everbatch_preemptions", "Sequences that gave their slot to a higher tier.", stats.preemptions

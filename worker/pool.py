@@ -35,6 +35,7 @@ from app.models import Model
 from app.settings import Settings, get_settings
 from engine.config import EngineConfig, build
 from engine.errors import ModelError
+from engine.limits import Preemption, Prefill
 from engine.request import Engine
 from worker.attempts import Task
 from worker.intake import Intake
@@ -315,6 +316,11 @@ def _build(settings: Settings, model: Model) -> Engine:
             dtype=settings.dtype,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            policy=settings.policy,
+            prefill=Prefill(settings.prefill),
+            preemption=Preemption(settings.preemption),
+            step_budget_ms=settings.step_budget_ms,
+            kv_swap_gib=settings.kv_swap_gib,
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             echo_step_ms=settings.echo_step_ms,

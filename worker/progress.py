@@ -248,6 +248,8 @@ def _ending_of(attempt: Attempt, output: Output) -> Finished:
     if output.finish is Finish.ERROR:
         error = {"code": ENGINE_ERROR, "message": output.error or "The engine cannot compute this request"}
         return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.FAILED, error=error)
+    if output.finish is Finish.EXPIRED:
+        return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.EXPIRED, error=jobs.DEADLINE_EXCEEDED)
     return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.SUCCEEDED, finish_reason=output.finish.value)
 
 

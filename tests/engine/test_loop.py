@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from engine.config import EngineConfig, scheduler_for
 from engine.detokenizer import Detokenizer
 from engine.echo import EchoRunner, echo_token, write_model
 from engine.loop import EngineLoop, EngineStoppedError
@@ -104,7 +106,8 @@ def make_loop(detokenizer: Detokenizer) -> Iterator[Callable[..., EngineLoop]]:
     made: list[EngineLoop] = []
 
     def make(runner: Runner, *, slots: int = 4, budget: int = 64) -> EngineLoop:
-        made.append(EngineLoop(runner, detokenizer, max_num_seqs=slots, max_num_batched_tokens=budget))
+        config = EngineConfig(Path(), max_num_seqs=slots, max_num_batched_tokens=budget)
+        made.append(EngineLoop(runner, detokenizer, scheduler_for(runner, config)))
         return made[-1]
 
     yield make

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig, build
-from engine.models import prepare
 from engine.request import Engine, Finish, Output, Request, Sampling
 
 TIE = 1e-4
@@ -54,16 +51,6 @@ class Collected:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.finishes) == count or engine.failure, timeout=600)
         assert engine.failure is None
-
-
-@pytest.fixture(scope="module")
-def smollm2_dir() -> Path:
-    """SmolLM2-135M-Instruct as a model directory: converted once (20 s), then kept beside the installed packages."""
-    converter = Path(prepare.__file__).with_name("gguf.py").read_bytes()
-    directory = Path(sys.prefix, "everbatch-models", f"smollm2-{hashlib.sha256(converter).hexdigest()[:12]}")
-    # As the command, so that whatever the conversion imports and warns of stays in its own process.
-    subprocess.run([sys.executable, "-m", prepare.__name__, "smollm2-135m-instruct", directory], check=True)
-    return directory
 
 
 @pytest.fixture(scope="module")

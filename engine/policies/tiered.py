@@ -1,0 +1,59 @@
+"""The default: tier, then tenant, then deadline, then arrival."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Hashable
+
+from engine.policies.fair import Fair
+from engine.request import Request
+
+FLOORS = {1: 0.10, 2: 0.05}
+"""Share of the tokens of WINDOW_S, by rank, below which a tier that wants more goes first and is not preempted."""
+HEADROOM = 1.5
+"""A tier is helped from so many times its floor on: help takes a while, and must come before the floor is reached."""
+WINDOW_S = 10.0
+AGEING_S = 60.0
+"""A queue counts as of one tier higher each time that it has waited so long for anyone of it to join."""
+
+
+class Tiered(Fair):
+    """Tiers below their floor, then by rank; within a tier the tenant that was served least; within it by deadline.
+
+    Strictly higher tiers take slots from lower ones. Floors and ageing see to it that lower ones never starve.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent: deque[tuple[float, int, int]] = deque()  # (when, rank, tokens), the oldest first
+        self._tokens: Counter[int] = Counter()  # by rank, of what is in _recent
+
+    def rank(self, request: Request) -> int:
+        return request.rank
+
+    def queue(self, request: Request) -> Hashable:
+        return request.rank, request.tenant
+
+    def place(self, request: Request, *, arrived_s: float, expected_tokens: int) -> float:
+        return math.inf if request.deadline is None else request.deadline
+
+    def turn(self, queue: Hashable, *, waited_s: float) -> tuple[float, ...]:
+        assert isinstance(queue, tuple)
+        rank: int = queue[0]
+        return (not self._is_below_floor(rank), rank - waited_s // AGEING_S, self._served[queue])
+
+    def charge(self, request: Request, *, now: float, prefilled: int = 0, generated: int = 0) -> None:
+        super().charge(request, now=now, prefilled=prefilled, generated=generated)
+        self._recent.append((now, request.rank, prefilled + generated))
+        self._tokens[request.rank] += prefilled + generated
+        while self._recent[0][0] < now - WINDOW_S:
+            _, rank, tokens = self._recent.popleft()
+            self._tokens[rank] -= tokens
+
+    def may_yield(self, rank: int) -> bool:
+        return not self._is_below_floor(rank)
+
+    def _is_below_floor(self, rank: int) -> bool:
+        total = self._tokens.total()
+        return total > 0 and self._tokens[rank] < HEADROOM * FLOORS.get(rank, 0.0) * total

@@ -1,0 +1,87 @@
+"""A request's token line inside the scheduler, and the state that it is in.
+
+        add                 joins                last prompt token computed
+──────────────▶ WAITING ──────────────▶ PREFILLING ──────────────▶ DECODING
+                   ▲                         │                        │
+                   └─────────────────────────┴── preempted ───────────┘
+any state ── finish, abort, expire ──▶ ENDED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.request import Request
+
+
+class State(Enum):
+    WAITING = auto()
+    """Holds no slot and no block of the cache; perhaps blocks of host memory."""
+    PREFILLING = auto()
+    """Has a slot and blocks for all its tokens, some of which are not computed yet."""
+    DECODING = auto()
+    """Has a slot; all its tokens but the newest are computed."""
+    ENDED = auto()
+    """Holds nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's tokens and what the scheduler knows of them."""
+
+    request: Request
+    number: int
+    """Counts arrivals."""
+    rank: int
+    """The tier that the policy sees."""
+    queue: Hashable
+    """Where it waits."""
+    place: float
+    """Where in the queue; equals in the order of arrival."""
+    arrived_s: float
+    token_limit: int
+    """Tokens at which the line is full, the prompt included."""
+    token_ids: list[int] = field(init=False)
+    """Prompt, resumed tokens and generated tokens."""
+    state: State = State.WAITING
+    slot: int = -1
+    """Its row in the table while it has one."""
+    digests: list[bytes] = field(default_factory=list)
+    """Names of its full blocks, as far as somebody asked for them."""
+    host_ids: tuple[int, ...] = ()
+    """Blocks of host memory that hold its computed tokens while it waits."""
+    num_swapped: int = 0
+    """Tokens whose keys and values are there."""
+    num_seen: int = field(init=False)
+    """Tokens that were in a cache once: computing them again is a recomputation."""
+    joined_step: int = 0
+    """The step in which it got its slot."""
+    left_step: int = 0
+    """The step in which it last lost its slot."""
+    num_preemptions: int = 0
+    """How often a higher tier took its slot."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.request.prompt_ids, *self.request.resumed_ids]
+        self.num_seen = len(self.token_ids) if self.request.resumed_ids else 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Over all attempts."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def has_shown(self) -> bool:
+        """Whether this attempt has generated a token."""
+        return self.num_generated > len(self.request.resumed_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(rank, arrival): who yields last where blocks run out."""
+        return self.rank, self.number

@@ -1,0 +1,252 @@
+"""A discrete-event simulation of workers: the real scheduler, block pool and policies, a virtual clock, a given cost.
+
+What is evicted or preempted is computed again, and costs again: nothing but the model itself is replaced. The scheduler
+does not see the cost that the simulation takes for the truth; it fits its own, as it does in production.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.cost import Coefficients, Work
+from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.step import StepPlan
+
+TOKEN = 1
+"""What every step samples: outputs end by their number of tokens."""
+AHEAD = 8
+"""Requests of the first tier that a pulling worker takes beyond its slots, so that it has someone to preempt for."""
+
+
+class Placement(StrEnum):
+    """Which worker computes a request."""
+
+    PULL = "pull"
+    """One line for all; a worker takes from it what it has free slots for."""
+    ROUND_ROBIN = "round_robin"
+    LEAST_CONNECTIONS = "least_connections"
+    """The one with the fewest requests, at arrival."""
+    WEIGHTED = "weighted"
+    """In proportion to the workers' speeds, at arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request, and when it comes. It generates request.sampling.max_tokens, past any end-of-sequence token."""
+
+    at_s: float
+    request: Request
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happened to a request. Seconds of the virtual clock."""
+
+    request: Request
+    arrived_s: float
+    worker: int = -1
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    longest_gap_s: float = 0.0
+    """The longest time between two of its tokens."""
+    num_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step of a worker."""
+
+    worker: int
+    began_s: float
+    took_s: float
+    num_decodes: int
+    request_ids: tuple[str, ...]
+    num_tokens: int
+    """Tokens computed."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of a simulation."""
+
+    traces: dict[str, Trace]
+    steps: list[StepRecord]
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def makespan_s(self) -> float:
+        return max((step.began_s + step.took_s for step in self.steps), default=0.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens."""
+        return sum(trace.num_tokens for trace in self.traces.values()) / self.makespan_s
+
+    def ttfts_s(self, wanted: Callable[[Request], bool]) -> list[float]:
+        """Times to the first token of the requests that are wanted, sorted; infinite for those that got none."""
+        chosen = (trace.ttft_s for trace in self.traces.values() if wanted(trace.request))
+        return sorted(float("inf") if ttft is None else ttft for ttft in chosen)
+
+    def stalls_s(self) -> list[float]:
+        """The steps that sequences which decode had to wait for, sorted, once for each of these."""
+        return sorted(step.took_s for step in self.steps for _ in range(step.num_decodes))
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that is not exceeded by this share of sorted values."""
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def jain(shares: Iterable[float]) -> float:
+    """Jain's fairness index: 1 where all are equal, 1/n where one has everything. Source: Jain et al. 1984."""
+    values = list(shares)
+    squares = len(values) * sum(value * value for value in values)
+    return sum(values) ** 2 / squares if squares else 1.0
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    number: int
+    scheduler: Scheduler
+    speed: float
+    plan: StepPlan | None = None
+    began_s: float = 0.0
+
+    @property
+    def load(self) -> int:
+        stats = self.scheduler.stats()
+        return stats.running + stats.waiting
+
+
+@dataclass(eq=False)
+class Simulation:
+    """Workers, a line before them, and the events between them."""
+
+    make_scheduler: Callable[[], Scheduler]
+    cost: Coefficients
+    speeds: Sequence[float] = (1.0,)
+    """One for each worker: 2 computes a step in half the time."""
+    placement: Placement = Placement.PULL
+    noise: float = 0.0
+    """σ of the logarithm of a step's time."""
+    seed: int = 0
+    on_commit: Callable[[Scheduler, float], None] | None = None
+    """Called after each step with the virtual time; for tests."""
+    _events: list[tuple[float, int, _Worker | None]] = field(default_factory=list, init=False)
+    _line: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque), init=False)
+
+    def run(self, arrivals: Sequence[Arrival], *, until_s: float = float("inf")) -> Report:
+        """Everything that arrives, to its end, or to a time."""
+        self._random = random.Random(self.seed)
+        self._workers = [_Worker(n, self.make_scheduler(), speed) for n, speed in enumerate(self.speeds)]
+        self._placed = [0.0] * len(self._workers)
+        self._report = Report(
+            {arrival.request.id: Trace(arrival.request, arrival.at_s) for arrival in arrivals}, steps=[]
+        )
+        coming = deque(sorted(arrivals, key=lambda arrival: arrival.at_s))
+        while coming or self._events:
+            at_s = min(coming[0].at_s if coming else float("inf"), self._events[0][0] if self._events else float("inf"))
+            if at_s > until_s:
+                break
+            while coming and coming[0].at_s <= at_s:
+                self._arrive(coming.popleft())
+            while self._events and self._events[0][0] <= at_s:
+                _, _, worker = heapq.heappop(self._events)
+                assert worker is not None
+                self._finish_step(worker, at_s)
+            for worker in self._workers:
+                if worker.plan is None:
+                    self._begin_step(worker, at_s)
+        for worker in self._workers:
+            stats = worker.scheduler.stats()
+            self._report.recomputed_tokens += stats.recomputed_tokens
+            self._report.cached_tokens += stats.cached_tokens
+            self._report.preemptions += stats.preemptions
+        return self._report
+
+    def _arrive(self, arrival: Arrival) -> None:
+        if self.placement is Placement.PULL:
+            self._line[arrival.request.rank].append(arrival)
+        else:
+            self._hand(arrival, self._choose(), arrival.at_s)
+
+    def _choose(self) -> _Worker:
+        """The worker of the next request, where it is not pulled: the least loaded by the placement's own measure."""
+        match self.placement:
+            case Placement.LEAST_CONNECTIONS:
+                return min(self._workers, key=lambda worker: worker.load)
+            case Placement.WEIGHTED:
+                chosen = min(self._workers, key=lambda worker: (self._placed[worker.number] + 1) / worker.speed)
+            case _:
+                chosen = min(self._workers, key=lambda worker: self._placed[worker.number])
+        self._placed[chosen.number] += 1
+        return chosen
+
+    def _hand(self, arrival: Arrival, worker: _Worker, now: float) -> None:
+        self._report.traces[arrival.request.id].worker = worker.number
+        # It has waited since it arrived, wherever that was.
+        worker.scheduler.add(arrival.request, min(arrival.at_s, now))
+
+    def _pull(self, worker: _Worker, now: float) -> None:
+        """Take from the line what the worker has slots for, and beyond them a few of the first tier."""
+        if len(self._workers) == 1:
+            for line in self._line.values():
+                while line:
+                    self._hand(line.popleft(), worker, now)
+            return
+        stats = worker.scheduler.stats()
+        room = stats.slots - stats.running - stats.waiting
+        for rank in sorted(self._line):
+            line, most = self._line[rank], room + (AHEAD if rank == 0 else 0)
+            while line and most > 0:
+                self._hand(line.popleft(), worker, now)
+                room, most = room - 1, most - 1
+
+    def _begin_step(self, worker: _Worker, now: float) -> None:
+        self._pull(worker, now)
+        worker.plan = worker.scheduler.plan(now)
+        if worker.plan is None:
+            return
+        worker.began_s = now
+        took_s = self.cost.predict(Work.of(worker.plan)) / 1000 / worker.speed
+        if self.noise:
+            took_s *= self._random.lognormvariate(0.0, self.noise)
+        heapq.heappush(self._events, (now + took_s, worker.number, worker))
+
+    def _finish_step(self, worker: _Worker, now: float) -> None:
+        plan, worker.plan = worker.plan, None
+        assert plan is not None
+        took_s = now - worker.began_s
+        gained = worker.scheduler.commit(plan, [TOKEN] * plan.num_sampling, elapsed_ms=1000 * took_s)
+        self._report.steps.append(
+            StepRecord(worker.number, worker.began_s, took_s, plan.num_decodes, plan.request_ids, len(plan.token_ids))
+        )
+        for progress in gained:
+            self._note(self._report.traces[progress.request_id], now, is_end=progress.finish is not None)
+        if self.on_commit:
+            self.on_commit(worker.scheduler, now)
+
+    @staticmethod
+    def _note(trace: Trace, now: float, *, is_end: bool) -> None:
+        trace.num_tokens += 1
+        if trace.last_token_s is None:
+            trace.first_token_s = now
+        else:
+            trace.longest_gap_s = max(trace.longest_gap_s, now - trace.last_token_s)
+        trace.last_token_s = now
+        if is_end:
+            trace.finished_s = now
