@@ -19,6 +19,8 @@ _FORGETTING = 0.999
 """What an observation weighs after the next one: half of it after 700 steps."""
 _MAX_RESIDUALS = 4.0
 """A step that is off by more mean residuals than this counts as if it were off by so many: something else was busy."""
+_LEAST_RESIDUAL = 0.05
+"""Share of a step's predicted time that the mean residual counts for at least."""
 _MAX_VARIANCE = 1e3
 """Sum of the variances, in those scales, up to which old steps are forgotten."""
 
@@ -128,7 +130,8 @@ class StepCost:
         error = elapsed_ms - float(features @ self._fitted)
         if self._residual is None:
             self._residual = abs(error)
-        most = _MAX_RESIDUALS * self._residual
+        # A fit that was exact so far must still be able to learn that it no longer is.
+        most = _MAX_RESIDUALS * max(self._residual, _LEAST_RESIDUAL * self.predict(work))
         self._residual += 0.05 * (min(abs(error), most) - self._residual)
         error = min(max(error, -most), most)
         gained = self._covariance @ features

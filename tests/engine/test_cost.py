@@ -54,3 +54,13 @@ def test_the_most_tokens_that_fit_are_found(budget_ms: float, start: int, limit:
         assert cost.predict(planned + Work.piece(start, count)) <= budget_ms
     if count < limit:
         assert cost.predict(planned + Work.piece(start, count + 1)) > budget_ms
+
+
+def test_a_fit_that_was_exact_learns_that_it_no_longer_is() -> None:
+    rng, cost = random.Random(0), StepCost(TRUTH)
+    for slower in (1.0, 4.0):
+        for _ in range(1000):
+            work = draw_work(rng)
+            cost.observe(work, slower * TRUTH.predict(work))
+    work = Work(rows=32, kv_read=32_000)
+    assert abs(cost.predict(work) / (4.0 * TRUTH.predict(work)) - 1) < 0.25  # it still remembers the other half
