@@ -7,6 +7,9 @@ tokens: 20 paid tenants send 4 requests a second, one of them ten prompts of 60 
 sends 4000 requests at once; 10 light free tenants send one request every two seconds together. The scheduler is the
 real one; only time and the model are simulated.
 
+All of it can be computed within the window: tokens/s are then equal whatever the policy, and show nothing of what short
+steps cost under a load that never lets the queue run empty.
+
 Prints a table, then one JSON object as its last line.
 """
 
