@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM
 from app.models import directory_of
 from app.settings import get_settings
 from benchmarks.workload import Item, describe, make_workload
-from engine.config import EngineConfig, build
+from engine.builder import build
+from engine.config import EngineConfig
 from engine.models.prepare import WRITERS, prepare
 from engine.request import Output
 
@@ -142,9 +143,9 @@ def run_contestant(name: str, contest: Contest) -> Result:
     }
     torch.set_num_threads(contest.threads)
     own, busy, began = psutil.Process(), _busy_s(), time.perf_counter()
-    own_before = sum(own.cpu_times()[:2])
+    own_before = sum(own.cpu_times()[:4])  # with the processes that it started, once they have ended
     seconds, slot_use = runs[kind]()
-    own_cores = (sum(own.cpu_times()[:2]) - own_before) / (time.perf_counter() - began)
+    own_cores = (sum(own.cpu_times()[:4]) - own_before) / (time.perf_counter() - began)
     others = (_busy_s() - busy) / (time.perf_counter() - began) - own_cores
     tokens = sum(item.max_tokens for item in contest.items)
     return Result(name, tokens, round(seconds, 2), round(tokens / seconds, 1), round(slot_use, 3), round(others, 2))

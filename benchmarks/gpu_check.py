@@ -19,13 +19,14 @@ import torch
 from safetensors.torch import save_file
 
 from engine.attention import BlockDecode, KVCache, PagedAttention
-from engine.config import EngineConfig, build
+from engine.builder import build
+from engine.config import EngineConfig
 from engine.echo import write_model
 from engine.models.fused import FusedDecoder
 from engine.models.spec import read_spec
 from engine.models.weights import Checkpoint
 from engine.request import Output, Request, Sampling
-from engine.step import Chunk
+from engine.step import Chunk, pack
 from kernels import attention, reference
 
 SHAPES = [
@@ -157,7 +158,7 @@ def greedy_gap(decoder: FusedDecoder, job: Request, generated: list[int]) -> flo
     """How far a job's tokens lie below the likeliest after the tokens before them, as a share of the logits' range."""
     ids = [*job.prompt_ids, *generated[:-1]]
     cache = KVCache(decoder.spec, num_blocks=1, block_size=len(ids), dtype=torch.float32, device=torch.device("cpu"))
-    whole = [Chunk(job.id, tuple(ids), 0, (0,), None)]
+    whole = pack(1, [Chunk(job.id, tuple(ids), 0, (0,), None)], block_size=len(ids))
     hidden = decoder.forward(torch.tensor(ids), torch.arange(len(ids)), PagedAttention(cache, whole, BlockDecode))
     logits = decoder.logits(hidden[len(job.prompt_ids) - 1 :])
     chosen = logits.gather(-1, torch.tensor(generated)[:, None])[:, 0]

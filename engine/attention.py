@@ -6,18 +6,30 @@ Letters in shapes: T tokens, N decode rows, B blocks, S block_size, Q query head
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.models.spec import ModelSpec
-from engine.step import Chunk, Moves
+from engine.step import Ints, Moves, StepPlan
 
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Query [N, Q, D], a layer's keys and values [blocks, K, S, D] → [N, Q, D]; made for one batch, called once a layer."""
+
+
+class DecodeOf(Protocol):
+    """Makes the decode attention of one batch."""
+
+    def __call__(
+        self, tables: Ints, starts: Ints, *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Decode:
+        """tables [N, W] and starts [N] as in a StepPlan; dtype and device are the cache's."""
 
 
 class KVCache:
@@ -32,16 +44,19 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        is_shared: bool = False,
     ) -> None:
+        """is_shared  in memory that processes forked from this one share, on the CPU"""
         self.block_size = block_size
         shape = (spec.layers, 2, num_blocks, spec.kv_heads, block_size, spec.head_dim)
         # Zeros, not empty: the tail of a block is masked, but 0 × NaN would still be NaN.
-        self._all = torch.zeros(shape, dtype=dtype, device=device)
+        self._all = _shared_zeros(shape, dtype) if is_shared else torch.zeros(shape, dtype=dtype, device=device)
         self.keys = [layer[0] for layer in self._all]
         self.values = [layer[1] for layer in self._all]
         self._num_host_blocks = num_host_blocks
         self._host: torch.Tensor | None = None
 
+    @torch.inference_mode()
     def move(self, moves: Moves) -> None:
         """Carry out a step's moves of whole blocks, in all layers."""
         if moves.swaps_out:
@@ -60,6 +75,12 @@ class KVCache:
             layers, two, _, *block = self._all.shape
             self._host = torch.empty((layers, two, self._num_host_blocks, *block), dtype=self._all.dtype)
         return self._host
+
+
+def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Anonymous memory: no file, no limit of /dev/shm, and gone with the last process that has it."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _pairs(moves: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,20 +102,23 @@ class Piece:
 
 
 class PagedAttention:
-    """The attention of one batch of chunks over the cache; a models.fused.Attention."""
+    """The attention of one step over the cache; a models.fused.Attention."""
 
-    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], decode_of: Callable[..., Decode]) -> None:
-        """decode_of(chunks, block_size=, dtype=, device=) makes the decode for the leading one-token chunks."""
+    def __init__(self, cache: KVCache, plan: StepPlan, decode_of: DecodeOf) -> None:
         keys = cache.keys[0]
-        size, dtype, device = cache.block_size, keys.dtype, keys.device
+        dtype, device, n = keys.dtype, keys.device, plan.num_decodes
         self._cache = cache
-        self._decodes = count_decodes(chunks)
+        self._decodes = n
         self._decode = None
-        if self._decodes:
-            self._decode = decode_of(chunks[: self._decodes], block_size=size, dtype=dtype, device=device)
-        self._pieces = _pieces(chunks, self._decodes, size, dtype=dtype, device=device)
-        blocks, offsets = _places(chunks, size)
-        self._blocks, self._offsets = blocks.to(device), offsets.to(device)
+        if n:
+            self._decode = decode_of(
+                plan.tables[:n], plan.starts[:n], block_size=cache.block_size, dtype=dtype, device=device
+            )
+        self._pieces = _pieces(plan, dtype=dtype, device=device)
+        positions = plan.positions
+        blocks = plan.tables[plan.rows, positions // cache.block_size].astype(np.int64)
+        self._blocks = torch.from_numpy(blocks).to(device)  # [T]
+        self._offsets = torch.from_numpy(positions % cache.block_size).to(device)  # [T]
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
@@ -105,31 +129,17 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def count_decodes(chunks: Sequence[Chunk]) -> int:
-    """How many leading chunks have one token: a prefill piece of one token there is no different from a decode."""
-    return next((index for index, chunk in enumerate(chunks) if len(chunk.token_ids) > 1), len(chunks))
-
-
-def _places(chunks: Sequence[Chunk], block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block and offset in it, [T] each, of every token of the batch."""
-    blocks, offsets = [], []
-    for chunk in chunks:
-        positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
-        blocks.append(np.asarray(chunk.block_ids)[positions // block_size])
-        offsets.append(positions % block_size)
-    return torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(np.concatenate(offsets))
-
-
-def _pieces(
-    chunks: Sequence[Chunk], first: int, block_size: int, *, dtype: torch.dtype, device: torch.device
-) -> list[Piece]:
-    pieces, row = [], first
-    for chunk in chunks[first:]:
-        count, end = len(chunk.token_ids), chunk.start + len(chunk.token_ids)
+def _pieces(plan: StepPlan, *, dtype: torch.dtype, device: torch.device) -> list[Piece]:
+    pieces, row = [], plan.num_decodes
+    first = plan.num_decodes
+    for start, count, table in zip(
+        plan.starts[first:].tolist(), plan.counts[first:].tolist(), plan.tables[first:], strict=True
+    ):
         history = mask = None
-        if chunk.start:
-            history = torch.tensor(chunk.block_ids[: -(-end // block_size)], device=device)
-            visible = torch.arange(end) <= torch.arange(chunk.start, end)[:, None]
+        if start:
+            end = start + count
+            history = torch.tensor(table[: -(-end // plan.block_size)], dtype=torch.int64, device=device)
+            visible = torch.arange(end) <= torch.arange(start, end)[:, None]
             mask = torch.zeros(count, end, dtype=dtype).masked_fill_(~visible, -torch.inf).to(device)
         pieces.append(Piece(slice(row, row + count), history, mask))
         row += count
@@ -180,16 +190,16 @@ class BlockDecode:
     a Xeon with AMX): 54 ms instead of 118 ms with scattered blocks, or of 63 ms with a sequence's blocks in a row.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], *, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        last = [chunk.start // block_size for chunk in chunks]
-        others = [chunk.block_ids[:index] for chunk, index in zip(chunks, last, strict=True)]
-        blocks = [chunk.block_ids[index] for chunk, index in zip(chunks, last, strict=True)]
-        self._rows = len(chunks)
-        self._blocks = torch.tensor(blocks + [block for table in others for block in table])  # [B]
-        self._owners = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(last))  # [B - N]
-        self._all_owners = torch.cat([torch.arange(len(chunks)), self._owners])  # [B]
-        ends = torch.tensor([chunk.start % block_size for chunk in chunks])
-        hidden = torch.arange(block_size) > ends[:, None]  # [N, S]
+    def __init__(
+        self, tables: Ints, starts: Ints, *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        rows, last = np.arange(len(starts)), starts // block_size
+        others = tables[np.arange(tables.shape[1]) < last[:, None]]  # row by row
+        owners = np.repeat(rows, last)
+        self._blocks = torch.from_numpy(np.concatenate([tables[rows, last], others]).astype(np.int64))  # [B]
+        self._owners = torch.from_numpy(owners)  # [B - N]
+        self._all_owners = torch.from_numpy(np.concatenate([rows, owners]))  # [B]
+        hidden = torch.from_numpy(np.arange(block_size) > (starts % block_size)[:, None])  # [N, S]
         self._bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

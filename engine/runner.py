@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from engine.attention import BlockDecode, Decode, KVCache, PagedAttention
+from engine.attention import BlockDecode, DecodeOf, KVCache, PagedAttention
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.fused import FusedDecoder
 from engine.models.spec import ModelSpec, read_spec
 from engine.models.weights import Checkpoint
 from engine.sampling import sample
-from engine.step import Chunk, Moves, StepPlan
+from engine.step import Moves, StepPlan
 
 BLOCK_SIZE = 32
 """Positions in a KV block."""
-MIN_LANE_TOKENS = 4
-"""A further lane is used from so many tokens on for each: with fewer, reading the weights is all that a lane does."""
 
 
 class ModelRunner:
-    """A step.Runner over a FusedDecoder and a paged KV cache.
-
-    On the CPU a step is computed in lanes, one per torch thread: each lane takes a share of the sequences and goes
-    through the model with a single thread. The sequences of a step have nothing to do with each other, so the lanes
-    meet only at the step's end, where threads inside each operation would meet a thousand times a step. On 2 cores of
-    a Xeon with AMX (OpenMP passive) such a meeting costs 70 μs, as much as most operations of a small model themselves.
-    """
+    """A step.Runner over a FusedDecoder and a paged KV cache, in this process."""
 
     block_size = BLOCK_SIZE
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the model and reserve its cache. Raises ModelError if either cannot be had."""
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(self, config: EngineConfig, *, is_shared: bool = False) -> None:
+        """Load the model and reserve its cache. Raises ModelError if either cannot be had.
+
+        is_shared  the cache is shared with the processes that this one forks (on the CPU)
+        """
+        self._device = choose_device()
         spec = read_spec(config.model_dir)
         dtype = choose_dtype(config.dtype, self._device)
         self._decoder = FusedDecoder(spec, Checkpoint(config.model_dir), dtype=dtype, device=self._device)
@@ -52,51 +45,37 @@ class ModelRunner:
             dtype=dtype,
             device=self._device,
             num_host_blocks=self.num_host_blocks,
+            is_shared=is_shared,
         )
         self._decode_of = _decode_of(self._device)
-        self._lanes = torch.get_num_threads() if self._device.type == "cpu" else 1
-        self._pool = ThreadPoolExecutor(self._lanes, "lane", functools.partial(torch.set_num_threads, 1))
-
-    def execute(self, plan: StepPlan) -> list[int]:
-        """Move blocks, compute the step; one token id for each chunk that samples, in the plan's order."""
-        if plan.moves:
-            self._move(plan.moves)
-        chunks = plan.chunks
-        shares = share(chunks, self._lanes)
-        lanes = [[chunks[index] for index in indices] for indices in shares]
-        token_of: dict[int, int] = {}
-        for indices, token_ids in zip(shares, self._pool.map(self._compute, lanes), strict=True):
-            sampling = [index for index in indices if chunks[index].sampling is not None]
-            token_of.update(zip(sampling, token_ids, strict=True))
-        return [token_of[index] for index in sorted(token_of)]
 
     @torch.inference_mode()
-    def _move(self, moves: Moves) -> None:
+    def execute(self, plan: StepPlan) -> list[int]:
+        """Move blocks, compute the step; one token id for each chunk that samples, in the plan's order."""
+        self._cache.move(plan.moves)
+        tokens = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
+        positions = torch.from_numpy(plan.positions).to(self._device)
+        hidden = self._decoder.forward(tokens, positions, PagedAttention(self._cache, plan, self._decode_of))
+        samplings = [sampling for sampling in plan.samplings if sampling is not None]
+        if not samplings:
+            return []
+        samples = np.array([sampling is not None for sampling in plan.samplings])
+        last_rows = torch.from_numpy(np.cumsum(plan.counts, dtype=np.int64)[samples] - 1).to(self._device)
+        logits = self._decoder.logits(hidden[last_rows])
+        token_ids: list[int] = sample(logits, samplings, (plan.starts + plan.counts)[samples].tolist()).tolist()
+        return token_ids
+
+    def move(self, moves: Moves) -> None:
+        """Move blocks, and nothing else."""
         self._cache.move(moves)
 
     def close(self) -> None:
-        self._pool.shutdown()
+        """Nothing to give back."""
 
-    @torch.inference_mode()
-    def _compute(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Token ids of the chunks that sample, in order."""
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.token_ids], device=self._device)
-        positions = torch.tensor(
-            [chunk.start + offset for chunk in chunks for offset in range(len(chunk.token_ids))], device=self._device
-        )
-        hidden = self._decoder.forward(tokens, positions, PagedAttention(self._cache, chunks, self._decode_of))
-        rows, samplings, next_positions, end = [], [], [], 0
-        for chunk in chunks:
-            end += len(chunk.token_ids)
-            if chunk.sampling is not None:
-                rows.append(end - 1)
-                samplings.append(chunk.sampling)
-                next_positions.append(chunk.start + len(chunk.token_ids))
-        if not rows:
-            return []
-        logits = self._decoder.logits(hidden[torch.tensor(rows, device=self._device)])
-        token_ids: list[int] = sample(logits, samplings, next_positions).tolist()
-        return token_ids
+
+def choose_device() -> torch.device:
+    """CUDA where torch sees a GPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -113,23 +92,6 @@ def _cpu_multiplies_bfloat16() -> bool:
     except OSError:
         return False
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
-
-
-def share(chunks: Sequence[Chunk], lanes: int) -> list[list[int]]:
-    """Indices of the chunks that each lane computes, in the plan's order; as equal in cost as whole chunks allow.
-
-    The dearest chunk first goes to the lane that has least. A token through the linear layers costs as much as
-    attention over 20 positions (135 M parameters, bf16, one core of a Xeon with AMX: 140 μs and 7 μs).
-    """
-    costs = [20 * len(chunk.token_ids) + chunk.start + len(chunk.token_ids) for chunk in chunks]
-    lanes = max(1, min(lanes, sum(len(chunk.token_ids) for chunk in chunks) // MIN_LANE_TOKENS))
-    loads = [0] * lanes
-    shares: list[list[int]] = [[] for _ in range(lanes)]
-    for index in sorted(range(len(chunks)), key=costs.__getitem__, reverse=True):
-        lane = loads.index(min(loads))
-        loads[lane] += costs[index]
-        shares[lane].append(index)
-    return [sorted(indices) for indices in shares if indices]
 
 
 def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
@@ -153,7 +115,7 @@ def _activation_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     return 4 * (config.max_num_batched_tokens * per_token + scores + 4 * config.max_num_seqs * spec.vocab_size)
 
 
-def _decode_of(device: torch.device) -> Callable[..., Decode]:
+def _decode_of(device: torch.device) -> DecodeOf:
     if device.type == "cpu":
         return BlockDecode
     # Here, not above: a CPU needs no Triton, whose import takes a second.

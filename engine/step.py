@@ -84,6 +84,18 @@ class StepPlan:
         return len(self.request_ids)
 
     @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """[T] The chunk that each token is of."""
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[T] Each token's absolute position in its sequence."""
+        begins = np.cumsum(self.counts, dtype=np.int64) - self.counts
+        positions: npt.NDArray[np.int64] = np.arange(len(self.token_ids)) + np.repeat(self.starts - begins, self.counts)
+        return positions
+
+    @property
     def num_sampling(self) -> int:
         """Chunks that sample: so many token ids the runner returns."""
         return len(self.samplings) - self.samplings.count(None)

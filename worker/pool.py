@@ -33,7 +33,8 @@ from app.commands import CANNOT_START
 from app.errors import SetupError
 from app.models import Model
 from app.settings import Settings, get_settings
-from engine.config import EngineConfig, build
+from engine.builder import build
+from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.limits import Preemption, Prefill
 from engine.request import Engine

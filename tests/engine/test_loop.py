@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, scheduler_for
+from engine.builder import scheduler_for
+from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.echo import EchoRunner, echo_token, write_model
 from engine.loop import EngineLoop, EngineStoppedError

@@ -16,7 +16,8 @@ from engine.errors import ModelError
 from engine.models.fused import FusedDecoder
 from engine.models.spec import read_spec
 from engine.models.weights import Checkpoint
-from engine.step import Chunk
+from engine.request import Sampling
+from engine.step import Chunk, pack
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -102,12 +103,12 @@ class Sequences:
     def step(self, pieces: dict[int, list[int]]) -> None:
         """Compute the next tokens of some sequences, decodes first."""
         chunks = [
-            Chunk(str(index), tuple(tokens), self._done[index], self._tables[index], None)
+            Chunk(str(index), tuple(tokens), self._done[index], self._tables[index], Sampling(max_tokens=1))
             for index, tokens in sorted(pieces.items(), key=lambda piece: len(piece[1]) > 1)
         ]
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.token_ids])
-        positions = torch.cat([torch.arange(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks])
-        attention = PagedAttention(self._cache, chunks, BlockDecode)
+        plan = pack(1, chunks, block_size=BLOCK_SIZE)
+        tokens, positions = torch.tensor(plan.token_ids), torch.from_numpy(plan.positions)
+        attention = PagedAttention(self._cache, plan, BlockDecode)
         rows = iter(self._decoder.logits(self._decoder.forward(tokens, positions, attention)))
         for chunk in chunks:
             self.logits[int(chunk.request_id)] += [next(rows) for _ in chunk.token_ids]

@@ -15,7 +15,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig, build
+from engine.builder import build
+from engine.config import EngineConfig
 from engine.request import Engine, Finish, Output, Request, Sampling
 
 TIE = 1e-4

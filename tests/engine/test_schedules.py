@@ -36,11 +36,8 @@ class Recorder:
     """A model's runner that keeps the log-probability of each token that it samples."""
 
     def __init__(self, directory: Path) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # one lane, so that rows come in the plan's order
         config = EngineConfig(directory, dtype="float32", kv_cache_gib=0.02, kv_swap_gib=0.02)
         self.runner = ModelRunner(config)
-        torch.set_num_threads(threads)
         self._rows: torch.Tensor | None = None
         logits_of = self.runner._decoder.logits
         self.runner._decoder.logits = lambda hidden: self._keep(logits_of(hidden))  # type: ignore[method-assign]

@@ -10,7 +10,6 @@ import torch
 
 from engine.attention import BlockDecode
 from engine.kernel_decode import KernelDecode
-from engine.step import Chunk
 from kernels import attention, reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # a few units in the last place of a result around 1
@@ -83,15 +82,12 @@ def test_kernel_reads_strided_queries_and_caches() -> None:
 
 def test_engine_hands_the_kernel_its_block_tables() -> None:
     case = make_case(lengths=[9, 18, 32], heads=4, kv_heads=2, dim=32, size=16, dtype=torch.float32)
-    chunks = [
-        Chunk(str(row), (0,), length - 1, tuple(case["tables"][row, : -(-length // 16)].tolist()), None)
-        for row, length in enumerate(case["lengths"].tolist())
-    ]
+    tables, starts = case["tables"].numpy(), case["lengths"].numpy() - 1
     options = {"block_size": 16, "dtype": torch.float32, "device": torch.device("cpu")}
     cache = [case["keys"].nan_to_num(), case["values"].nan_to_num()]
 
-    found = KernelDecode(chunks, **options)(case["query"], *cache)
-    expected = BlockDecode(chunks, **options)(case["query"], *cache)
+    found = KernelDecode(tables, starts, **options)(case["query"], *cache)
+    expected = BlockDecode(tables, starts, **options)(case["query"], *cache)
 
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
 

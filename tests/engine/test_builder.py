@@ -1,24 +1,29 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, build
+from engine.builder import build
+from engine.config import EngineConfig
 from engine.echo import write_model
 from engine.errors import ModelError
 
 
-def test_the_echo_engine_is_built_without_torch(tmp_path: Path) -> None:
+def test_no_engine_needs_torch_in_the_process_that_serves_jobs(tmp_path: Path, llama_dir: Path) -> None:
     write_model(tmp_path)
+    shutil.copy(tmp_path / "tokenizer.json", llama_dir)
     program = (
         "import pathlib, sys\n"
-        "from engine.config import EngineConfig, build\n"
-        f"engine = build(EngineConfig(pathlib.Path({str(tmp_path)!r}), max_num_seqs=3))\n"
-        "assert engine.stats().slots == 3\n"
-        "engine.close()\n"
+        "from engine.builder import build\n"
+        "from engine.config import EngineConfig\n"
+        f"for directory in {str(tmp_path)!r}, {str(llama_dir)!r}:\n"
+        "    engine = build(EngineConfig(pathlib.Path(directory), max_num_seqs=3))\n"
+        "    assert engine.stats().slots == 3\n"
+        "    engine.close()\n"
         "assert not {'torch', 'transformers', 'triton'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

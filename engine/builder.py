@@ -1,0 +1,65 @@
+"""Makes an engine of its settings: runner, scheduler and loop. No torch here: the model has processes of its own."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.detokenizer import Detokenizer
+from engine.echo import EchoRunner
+from engine.errors import ModelError
+from engine.lanes import Lanes, num_cores
+from engine.limits import Limits
+from engine.loop import EngineLoop
+from engine.models.spec import read_json, read_spec
+from engine.policies import POLICIES
+from engine.request import Engine
+from engine.scheduler import Scheduler
+from engine.step import Runner
+
+
+def build(config: EngineConfig) -> Engine:
+    """The engine for the model in config.model_dir, loaded and not yet started.
+
+    Raises ModelError, in one sentence for the operator, if the model cannot be served here.
+    """
+    runner = _runner(config)
+    try:
+        return EngineLoop(runner, _detokenizer(config.model_dir), scheduler_for(runner, config))
+    except BaseException:
+        runner.close()
+        raise
+
+
+def scheduler_for(runner: Runner, config: EngineConfig) -> Scheduler:
+    """The scheduler of a runner. Raises ValueError as Limits does, and for a policy that does not exist."""
+    if config.policy not in POLICIES:
+        raise ValueError(f"policy is {config.policy!r}; there are {', '.join(POLICIES)}")
+    limits = Limits(
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        num_host_blocks=runner.num_host_blocks,
+        context_length=runner.context_length,
+        eos_ids=runner.eos_ids,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        step_budget_ms=config.step_budget_ms,
+        prefill=config.prefill,
+        preemption=config.preemption,
+    )
+    return Scheduler(limits, policy=POLICIES[config.policy](), secret=secrets.token_bytes(32))
+
+
+def _runner(config: EngineConfig) -> Runner:
+    if read_json(config.model_dir / "config.json").get("model_type") == "echo":
+        return EchoRunner(step_ms=config.echo_step_ms)
+    read_spec(config.model_dir)  # at once, where a process of its own would take seconds to refuse it
+    return Lanes(config, count=num_cores())
+
+
+def _detokenizer(model_dir: Path) -> Detokenizer:
+    try:
+        return Detokenizer.load(model_dir)
+    except Exception as error:  # tokenizers raises nothing narrower for a missing or broken file
+        raise ModelError(f"{model_dir}: tokenizer.json cannot be used: {error}") from error
