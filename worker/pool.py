@@ -52,7 +52,7 @@ OTHERS = 2
 TICK_S = 0.1
 """The hub wakes so often at least, to see whether the engine has room for a tier that it had none for."""
 GIL_SWITCH_S = 0.0005
-"""A lane of the engine that comes back from an operation waits no longer than this for a thread that runs Python."""
+"""The engine's thread, back from a step, waits no longer than this for a thread that runs Python."""
 TIME_LIMIT = "time_limit"
 """The code of a job whose message had a time limit that passed."""
 
