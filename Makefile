@@ -28,10 +28,10 @@ serve: setup
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST)
 
 test-all: lint
-	$(PYTEST)
+	$(PYTEST) -m ""
 
 lint: setup
 	$(BIN)/ruff check .

@@ -38,6 +38,8 @@ _STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 """A stream that says nothing for so long, heartbeats included, is dropped and opened again."""
 _TRIES = 10
 """Connections in a row that bring nothing, before a loop gives up."""
+_SENDINGS = 3
+"""Of one request whose answer was lost on the way."""
 _LONGEST_PAUSE_S = 5.0
 _RETRYABLE = frozenset({429, 502, 503, 504})
 
@@ -200,14 +202,7 @@ class Client:
         """
         body = {name: value for name, value in {"prompt": prompt, "messages": messages}.items() if value is not None}
         headers = {"Idempotency-Key": idempotency_key or secrets.token_hex(16)}
-        content = _json({**body, **fields})
-        for _ in range(2):
-            try:
-                return cast(Job, self._post("/v1/jobs", content, headers))
-            except Unreachable as error:
-                if isinstance(error.__cause__, httpx.ConnectError):
-                    raise
-        return cast(Job, self._post("/v1/jobs", content, headers))
+        return cast(Job, self._post("/v1/jobs", _json({**body, **fields}), headers))
 
     def get(self, job_id: str) -> Job:
         return cast(Job, self._call("GET", f"/v1/jobs/{job_id}"))
@@ -328,8 +323,22 @@ class Client:
         return self._call("POST", path, content=content, headers={**headers, "Content-Type": "application/json"})
 
     def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        """The JSON object that a request is answered with."""
-        response = self._send(self._http.build_request(method, path, **options), stream=False)
+        """The JSON object that a request is answered with.
+
+        What does no more when it is asked twice is asked again where the connection broke before the answer: a server
+        may close one that was idle at the moment it is used again.
+        """
+        request = self._http.build_request(method, path, **options)
+        is_repeatable = method == "GET" or "Idempotency-Key" in request.headers
+        for _ in range(_SENDINGS - 1 if is_repeatable else 0):
+            try:
+                response = self._send(request, stream=False)
+                break
+            except Unreachable as error:
+                if isinstance(error.__cause__, httpx.ConnectError):
+                    raise
+        else:
+            response = self._send(request, stream=False)
         try:
             answer = response.json()
         except ValueError:

@@ -9,7 +9,9 @@ operations a lane, and between them threads wait for each other's turn at the in
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -93,12 +95,15 @@ class Lanes:
 
     def close(self) -> None:
         """End the lanes, in the middle of a step after 10 s at most. May be called twice."""
+        if self._connections[0].closed:
+            return
         for connection in self._connections:
             connection.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        if self._process.returncode != 0:  # it waits for the others, unless it was killed itself
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def _send(self, lane: int, work: object) -> None:
@@ -122,12 +127,13 @@ class Lanes:
 
 
 def _start(sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    """The process of the first lane, which forks the others. Its ends of the sockets are closed here."""
+    """The process of the first lane, which forks the others into its group. Its ends of the sockets are closed here."""
     descriptors = [theirs.fileno() for theirs in sockets]
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.lane", *map(str, descriptors)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
+        process_group=0,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     for theirs in sockets:

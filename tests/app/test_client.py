@@ -79,7 +79,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
 class _Script:
-    """A real HTTP server that gives one answer after the other, and remembers what it was asked."""
+    """A real HTTP server that gives one answer after the other, then none, and remembers what it was asked."""
 
     def __init__(self, answers: list[Answer]) -> None:
         self.requests: list[tuple[str, dict[str, str], bytes]] = []
@@ -92,7 +92,7 @@ class _Script:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 requests.append((self.path, {name.lower(): value for name, value in self.headers.items()}, body))
                 self.close_connection = True
-                next(remaining)(self)
+                next(remaining, _no_answer)(self)
 
             do_POST = do_GET  # noqa: N815
 
@@ -248,6 +248,18 @@ def test_submission_whose_answer_was_lost_is_sent_again_under_the_same_key() -> 
         (_, first, body), (_, second, again) = script.requests
         assert first["idempotency-key"] == second["idempotency-key"]
         assert json.loads(body) == json.loads(again) == {"prompt": "x", "max_tokens": 3}
+
+
+def test_question_whose_answer_was_lost_is_asked_again() -> None:
+    with _script(_no_answer, _reply(200, {"id": "job_1"})) as (script, client):
+        assert client.get("job_1")["id"] == "job_1"
+        assert len(script.requests) == 2
+
+
+def test_what_would_do_more_when_it_is_asked_twice_is_asked_once() -> None:
+    with _script(_no_answer, _reply(200, {})) as (script, client), pytest.raises(Unreachable):
+        client.create_batch("file_1", endpoint="/v1/completions")
+    assert len(script.requests) == 1
 
 
 def test_jobs_are_listed_page_by_page() -> None:
