@@ -8,7 +8,7 @@ BENCHMARKS = $(filter-out gpu_check,$(basename $(notdir $(sort $(wildcard benchm
 # Idle OpenMP threads sleep instead of spinning: these machines run a database and a broker beside the model.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo serve test test-all lint bench gpu-check lock
+.PHONY: setup demo serve test test-all tested-model lint bench gpu-check lock
 
 setup: $(INSTALLED)
 
@@ -27,11 +27,14 @@ serve: setup
 # Files of tests run in two processes, each with servers of its own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-test: lint
+test: lint tested-model
 	$(PYTEST)
 
-test-all: lint
+test-all: lint tested-model
 	$(PYTEST) -m ""
+
+tested-model: setup
+	@$(BIN)/python -m tests.smollm2
 
 lint: setup
 	$(BIN)/ruff check .

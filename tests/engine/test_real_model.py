@@ -6,7 +6,8 @@ import json
 import random
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,18 +79,25 @@ def reference(smollm2_dir: Path) -> Iterator[torch.nn.Module]:
     yield model.eval()
 
 
-def run(config: EngineConfig, requests: Sequence[Request]) -> Collected:
+@contextmanager
+def started(config: EngineConfig) -> Iterator[Callable[[Sequence[Request]], Collected]]:
+    """An engine, as a function: what it has made of these requests and of those before them."""
     collected = Collected()
     engine = build(config)
-    try:
-        engine.start(collected)
+
+    def run(requests: Sequence[Request]) -> Collected:
+        expected = len(collected.finishes) + len(requests)
         for request in requests:
             engine.submit(request)
-        collected.wait(engine, len(requests))
+        collected.wait(engine, expected)
         assert engine.stats().blocks_used == 0
+        return collected
+
+    try:
+        engine.start(collected)
+        yield run
     finally:
         engine.close()
-    return collected
 
 
 def find_ties(request: Request, generated: list[int], reference: torch.nn.Module) -> list[str]:
@@ -131,7 +139,8 @@ def test_batched_greedy_tokens_are_those_of_transformers_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = EngineConfig(smollm2_dir, dtype="float32", max_num_seqs=count // 2, max_num_batched_tokens=48)
-    collected = run(config, jobs[:count])
+    with started(config) as run:
+        collected = run(jobs[:count])
     for job in jobs[:count]:
         generated = collected.tokens[job.id]
         assert len(generated) == job.sampling.max_tokens or collected.finishes[job.id] is Finish.STOP
@@ -143,7 +152,8 @@ def test_batched_greedy_tokens_are_those_of_transformers_alone(
 def test_text_is_what_the_tokens_say(smollm2_dir: Path, tokenizer: Tokenizer) -> None:
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     request = Request("paris", tuple(tokenizer.encode(prompt).ids), Sampling(40, temperature=0.0))
-    collected = run(EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1), [request])
+    with started(EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1)) as run:
+        collected = run([request])
     assert collected.texts["paris"] == "The capital of France is Paris."
     assert collected.finishes["paris"] is Finish.STOP
 
@@ -152,6 +162,7 @@ def test_a_resumed_request_goes_on_with_the_same_random_stream(smollm2_dir: Path
     sampling = Sampling(12, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True)
     whole = Request("whole", jobs[0].prompt_ids, sampling)
     config = EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1)
-    tokens = run(config, [whole, *jobs[1:4]]).tokens["whole"]
-    rest = Request("rest", whole.prompt_ids, sampling, resumed_ids=tuple(tokens[:5]))
-    assert run(config, [rest]).tokens["rest"] == tokens[5:]
+    with started(config) as run:
+        tokens = run([whole, *jobs[1:4]]).tokens["whole"]
+        rest = Request("rest", whole.prompt_ids, sampling, resumed_ids=tuple(tokens[:5]))
+        assert run([rest]).tokens["rest"] == tokens[5:]
