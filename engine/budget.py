@@ -5,9 +5,6 @@ from __future__ import annotations
 from engine.cost import StepCost, Work
 from engine.limits import Limits
 
-MARGIN = 0.98
-"""Steps are planned for so much of their time: no fit is exact."""
-
 
 class Budget:
     """The rest of a step's budget, as pieces of prompts are planned."""
@@ -18,7 +15,7 @@ class Budget:
         self._cost = cost
         self._work = decodes
         self._tokens = limits.max_num_batched_tokens - decodes.rows
-        self._most_ms = None if limits.step_budget_ms is None else MARGIN * limits.step_budget_ms
+        self._most_ms = None if limits.step_budget_ms is None else cost.planned_ms(limits.step_budget_ms)
         # Without decodes nobody waits for the step, and the number of tokens alone bounds it.
         self._is_timed = self._most_ms is not None and decodes.rows > 0
         self._is_empty = True

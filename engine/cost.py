@@ -7,22 +7,29 @@ Pure: no clock and no I/O. The scheduler sizes steps by it; the simulator takes 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.step import StepPlan
 
-_SCALES = np.array([1.0, 64.0, 512.0, 512.0 * 512.0, 64.0 * 1024.0])
-"""Typical values of the features, so that the fit is well conditioned."""
-_FORGETTING = 0.999
-"""What an observation weighs after the next one: half of it after 700 steps."""
-_MAX_RESIDUALS = 4.0
-"""A step that is off by more mean residuals than this counts as if it were off by so many: something else was busy."""
-_LEAST_RESIDUAL = 0.05
-"""Share of a step's predicted time that the mean residual counts for at least."""
-_MAX_VARIANCE = 1e3
-"""Sum of the variances, in those scales, up to which old steps are forgotten."""
+_DOUBT = 10.0
+"""A coefficient may be so many times as large as the prior says, or more: so little the prior counts."""
+_NOISE = 0.05
+"""What a single step is trusted to tell: its time within 5 %."""
+_DRIFT = 0.002
+"""What a step weighs, in the long run, against all before it, in the directions that it tells of. Of others nothing is
+forgotten: steps without prompts leave what prompts cost as it was."""
+_OUTLIER = 4.0
+"""A step that is off by more standard deviations than this, of what is known and of single steps, counts as if it were
+off by so many: something else was busy."""
+_CHANGED = 0.2
+"""Predictions that are off by so much on average, all to the same side, tell of another machine: what was learned
+counts no more than a prior from then on."""
+_CAUTION = 4.0
+"""Steps are planned for so many spreads less than their budget: one in 30 000 is then longer, if errors are normal."""
+_MOST_SPREAD = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,42 +113,54 @@ H200_8B = Coefficients(step=4.7, row=0.002, prefill_token=0.0268, prefill_pair=8
 
 
 class StepCost:
-    """Recursive least squares with forgetting, from a prior on. An observation costs some 20 µs."""
+    """Recursive least squares of relative errors, from a prior on. An observation costs some 30 µs."""
 
-    def __init__(self, prior: Coefficients = CPU_SMALL, *, weight: float = 1.0) -> None:
-        """weight  steps that the prior counts for, above 0"""
-        values = [prior.step, prior.row, prior.prefill_token, prior.prefill_pair, prior.kv_position]
-        self._fitted = np.array(values) * _SCALES
-        self._covariance = np.eye(5) / weight
-        self._residual: float | None = None  # running mean of its size, ms
+    def __init__(self, prior: Coefficients = CPU_SMALL) -> None:
+        self._prior = np.array([prior.step, prior.row, prior.prefill_token, prior.prefill_pair, prior.kv_position])
+        self._fitted = np.ones(5)  # times the prior
+        self._covariance = np.eye(5) * _DOUBT**2
         self._coefficients = prior
+        self._spread = _NOISE
+        self._bias = 0.0  # running mean of how far predictions were off, as a share
 
     @property
     def coefficients(self) -> Coefficients:
         return self._coefficients
 
+    @property
+    def spread(self) -> float:
+        """By how much a step's time differs from its prediction: root mean square of the last steps, as a share."""
+        return self._spread
+
     def predict(self, work: Work) -> float:
         """Milliseconds that a step with this work is expected to take."""
         return self._coefficients.predict(work)
 
+    def planned_ms(self, budget_ms: float) -> float:
+        """What a step may be expected to take, for it hardly ever to take longer than its budget."""
+        return budget_ms / (1.0 + _CAUTION * min(self._spread, _MOST_SPREAD))
+
     def observe(self, work: Work, elapsed_ms: float) -> None:
         """Learn from a step."""
-        features = np.array(work.features()) / _SCALES
-        error = elapsed_ms - float(features @ self._fitted)
-        if self._residual is None:
-            self._residual = abs(error)
-        # A fit that was exact so far must still be able to learn that it no longer is.
-        most = _MAX_RESIDUALS * max(self._residual, _LEAST_RESIDUAL * self.predict(work))
-        self._residual += 0.05 * (min(abs(error), most) - self._residual)
-        error = min(max(error, -most), most)
-        gained = self._covariance @ features
-        gain = gained / (_FORGETTING + float(features @ gained))
-        self._fitted = self._fitted + gain * error
-        self._covariance = self._covariance - np.outer(gain, gained)
-        # Without work of a kind nothing is learned of it, and forgetting alone would blow its variance up.
-        if self._covariance.trace() < _MAX_VARIANCE:
-            self._covariance /= _FORGETTING
-        self._coefficients = Coefficients(*np.maximum(self._fitted / _SCALES, 0.0).tolist())
+        expected_ms = max(self.predict(work), 1e-6)
+        shares = np.array(work.features()) * self._prior / expected_ms  # of the step's time, one for each coefficient
+        self._covariance += (_DRIFT * _NOISE) ** 2 / float(shares @ shares) * np.outer(shares, shares)
+        gained = self._covariance @ shares
+        known = float(shares @ gained)  # variance of the prediction
+        most = _OUTLIER * math.sqrt(known + max(_NOISE, self._spread) ** 2)
+        off = min(max(elapsed_ms / expected_ms - float(shares @ self._fitted), -most), most)
+        gain = gained / (known + _NOISE**2)
+        self._fitted = self._fitted + gain * off
+        self._covariance -= np.outer(gain, gained)
+        self._coefficients = Coefficients(*(self._prior * np.maximum(self._fitted, 0.0)).tolist())
+        self._judge(off)
+
+    def _judge(self, off: float) -> None:
+        """Note by how much a prediction was off, as a share."""
+        self._spread = math.sqrt(self._spread**2 + 0.05 * (min(off**2, 1.0) - self._spread**2))
+        self._bias += 0.1 * (off - self._bias)
+        if abs(self._bias) > _CHANGED:
+            self._covariance, self._bias = np.eye(5) * _DOUBT**2, 0.0
 
     def tokens_within(self, budget_ms: float, planned: Work, start: int, limit: int) -> int:
         """The most tokens, up to `limit`, of a piece from position `start` with which the step stays in the budget."""

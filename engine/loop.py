@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from engine.detokenizer import Detokenizer, TextStream
 from engine.request import Finish, Output, Request, Stats
-from engine.scheduler import Progress, Scheduler
-from engine.step import Runner
+from engine.scheduler import Scheduler
+from engine.step import Progress, Runner
 from engine.stops import StopMatcher
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class EngineLoop:
         """End a request whose text reached a stop string; the scheduler knows no text and is told."""
         self._scheduler.abort(progress.request_id)
         del self._transcripts[progress.request_id]
-        return self._make_output(replace(progress, finish=Finish.STOP, error=None), text)
+        return self._make_output(progress._replace(finish=Finish.STOP, error=None), text)
 
     def _make_output(self, progress: Progress, text: str) -> Output:
         return Output(

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engine.request import Request
+from engine.request import Finish, Request
 
 
 class State(Enum):
@@ -56,8 +56,6 @@ class Sequence:
     """Tokens whose keys and values are there."""
     num_seen: int = field(init=False)
     """Tokens that were in a cache once: computing them again is a recomputation."""
-    joined_step: int = 0
-    """The step in which it got its slot."""
     left_step: int = 0
     """The step in which it last lost its slot."""
     num_preemptions: int = 0
@@ -80,6 +78,12 @@ class Sequence:
     def has_shown(self) -> bool:
         """Whether this attempt has generated a token."""
         return self.num_generated > len(self.request.resumed_ids)
+
+    def finish(self, eos_ids: frozenset[int]) -> Finish | None:
+        """Why it ends with its newest token, if it does."""
+        if self.token_ids[-1] in eos_ids and not self.request.sampling.ignore_eos:
+            return Finish.STOP
+        return Finish.LENGTH if self.num_tokens >= self.token_limit else None
 
     @property
     def order(self) -> tuple[int, int]:

@@ -1,4 +1,6 @@
-"""The plan of one step: what the scheduler decides and a runner computes. A struct of arrays, frozen once made.
+"""The plan of one step: what the scheduler decides and a runner computes; and what came of it.
+
+A plan is a struct of arrays, frozen once made.
 
 Letters in shapes: C chunks, T tokens, W blocks of the longest table.
 """
@@ -7,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import Sampling
+from engine.request import Finish, Sampling
 
 Ints = npt.NDArray[np.int32]
 
@@ -98,7 +100,7 @@ class StepPlan:
     @property
     def num_sampling(self) -> int:
         """Chunks that sample: so many token ids the runner returns."""
-        return len(self.samplings) - self.samplings.count(None)
+        return self.num_decodes + sum(sampling is not None for sampling in self.samplings[self.num_decodes :])
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -157,6 +159,17 @@ def pack(number: int, chunks: Sequence[Chunk], *, block_size: int, moves: Moves 
         tables=tables,
         moves=moves,
     )
+
+
+class Progress(NamedTuple):
+    """What one step, or nothing but its arrival or the passing of time, did for one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    """The tokens it gained."""
+    finish: Finish | None = None
+    error: str | None = None
+    """One sentence, with Finish.ERROR."""
 
 
 class Runner(Protocol):

@@ -33,6 +33,11 @@ class Table:
         """The newest token of each."""
         self.ends: Ints = np.zeros(num_slots, dtype=np.int32)
         """Tokens at which each is expected to end."""
+        self.ranks: Ints = np.zeros(num_slots, dtype=np.int32)
+        """The tier that the policy sees."""
+        self.joined_steps: npt.NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
+        """The step in which each got its slot."""
+        self.sequences: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
 
     @property
     def num_free(self) -> int:

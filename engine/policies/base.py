@@ -40,6 +40,9 @@ class Policy:
     def arrive(self, request: Request, *, is_idle: bool) -> None:
         """Note an arrival; is_idle where nobody of its queue waits or runs."""
 
+    def depart(self, request: Request) -> None:
+        """Note an end: nobody of the request's queue waits or runs any more."""
+
     def charge(self, request: Request, *, now: float, prefilled: int = 0, generated: int = 0) -> None:
         """Note service to the request's queue: tokens prefilled for the first time, as it joins, and generated."""
 

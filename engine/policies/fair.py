@@ -12,6 +12,9 @@ PREFILLED_COST = 1.0
 GENERATED_COST = 2.0
 """What a token counts; a generated one takes a forward pass with few others, a prefilled one shares it with many."""
 
+MAX_IDLE = 4096
+"""Tenants that want nothing and whose counters are kept; beyond that, who left first starts anew."""
+
 
 class Fair(Policy):
     """The tenant that has been served least, by cost over weight, goes first.
@@ -24,6 +27,8 @@ class Fair(Policy):
 
     def __init__(self) -> None:
         self._served: dict[Hashable, float] = {}
+        self._idle: dict[Hashable, None] = {}
+        """Queues that nobody is of and that were served more than others: the first left first."""
         self._virtual_time: dict[int, float] = defaultdict(float)
         """By rank, the counter of the queue that was served last: the least of those that waited."""
 
@@ -36,7 +41,18 @@ class Fair(Policy):
     def arrive(self, request: Request, *, is_idle: bool) -> None:
         queue = self.queue(request)
         if is_idle:
+            self._idle.pop(queue, None)
             self._served[queue] = max(self._served.get(queue, 0.0), self._virtual_time[self.rank(request)])
+
+    def depart(self, request: Request) -> None:
+        queue = self.queue(request)
+        if self._served[queue] <= self._virtual_time[self.rank(request)]:
+            del self._served[queue]  # it would be lifted anyway
+            return
+        self._idle[queue] = None
+        if len(self._idle) > MAX_IDLE:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest], self._served[oldest]
 
     def charge(self, request: Request, *, now: float, prefilled: int = 0, generated: int = 0) -> None:
         queue = self.queue(request)

@@ -28,6 +28,7 @@ class Tiered(Fair):
         super().__init__()
         self._recent: deque[tuple[float, int, int]] = deque()  # (when, rank, tokens), the oldest first
         self._tokens: Counter[int] = Counter()  # by rank, of what is in _recent
+        self._total = 0  # of these
 
     def rank(self, request: Request) -> int:
         return request.rank
@@ -46,14 +47,17 @@ class Tiered(Fair):
     def charge(self, request: Request, *, now: float, prefilled: int = 0, generated: int = 0) -> None:
         super().charge(request, now=now, prefilled=prefilled, generated=generated)
         self._recent.append((now, request.rank, prefilled + generated))
-        self._tokens[request.rank] += prefilled + generated
+        self._count(request.rank, prefilled + generated)
         while self._recent[0][0] < now - WINDOW_S:
             _, rank, tokens = self._recent.popleft()
-            self._tokens[rank] -= tokens
+            self._count(rank, -tokens)
 
     def may_yield(self, rank: int) -> bool:
         return not self._is_below_floor(rank)
 
     def _is_below_floor(self, rank: int) -> bool:
-        total = self._tokens.total()
-        return total > 0 and self._tokens[rank] < HEADROOM * FLOORS.get(rank, 0.0) * total
+        return rank in FLOORS and self._tokens[rank] < HEADROOM * FLOORS[rank] * self._total
+
+    def _count(self, rank: int, tokens: int) -> None:
+        self._tokens[rank] += tokens
+        self._total += tokens

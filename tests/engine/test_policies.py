@@ -13,9 +13,10 @@ from engine.limits import Limits, Preemption
 from engine.policies import POLICIES, Policy
 from engine.policies.fair import GENERATED_COST, PREFILLED_COST
 from engine.policies.tiered import FLOORS, WINDOW_S
+from engine.report import Report
 from engine.request import Request, Sampling
 from engine.scheduler import Scheduler
-from engine.sim import Arrival, Report, Simulation
+from engine.sim import Arrival, Simulation
 
 COST = Coefficients(step=4.0, row=0.05, prefill_token=0.05, prefill_pair=1e-6, kv_position=1e-4)
 SLOTS, CONTEXT = 8, 512
@@ -70,16 +71,18 @@ def test_a_paid_request_is_planned_in_the_next_step_when_there_is_a_victim(
         now = 0.0
         for _ in range(rng.randint(5, 60)):
             now = step(scheduler, now)
+        joined = scheduler._batch.table.joined_steps
+        past = [
+            other for other in scheduler.running if scheduler.steps + 1 - joined[other.slot] >= limits.quantum_steps
+        ]
         is_shown = preemption is Preemption.DISCARD and not any(
-            other.rank == 2 and not other.has_shown and scheduler.steps + 1 - other.joined_step >= limits.quantum_steps
-            for other in scheduler._running()
+            other.rank == 2 and not other.has_shown for other in past
         )
-        is_fresh = all(scheduler.steps + 1 - other.joined_step < limits.quantum_steps for other in scheduler._running())
         paid = arrival(rng, 0, now, "paid", 0, (1, 200), (1, 20)).request
         scheduler.add(paid, now)
         plan = scheduler.plan(now)
         assert plan is not None
-        if not is_shown and not is_fresh:
+        if past and not is_shown:
             assert paid.id in plan.request_ids, seed
 
 
@@ -216,3 +219,33 @@ def test_a_policy_of_ones_own_is_a_class_with_one_method() -> None:
         order += plan.request_ids
         scheduler.commit(plan, [1] * plan.num_sampling)
     assert order == ["short", "middle", "long"]
+
+
+@pytest.mark.parametrize("policy", ["fair", "tiered"])
+def test_a_tenant_that_comes_back_at_once_is_still_behind(policy: str) -> None:
+    made = POLICIES[policy]()
+    served, fresh = (arrival(random.Random(0), 0, 0.0, tenant, 1, (5, 5), (5, 5)).request for tenant in "ab")
+    made.arrive(served, is_idle=True)
+    made.charge(served, now=0.0, prefilled=5, generated=5)
+    made.depart(served)
+    made.arrive(fresh, is_idle=True)
+    made.arrive(served, is_idle=True)
+    assert made.turn(made.queue(fresh), waited_s=0.0) < made.turn(made.queue(served), waited_s=0.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tenants_that_went_are_not_remembered_for_ever(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.policies.fair.MAX_IDLE", 10)
+    made = POLICIES[policy]()
+    scheduler, rng, now = Scheduler(make_limits(), policy=made), random.Random(0), 0.0
+    for number in range(200):
+        scheduler.add(arrival(rng, number, now, f"tenant {number}", number % 3, (1, 40), (1, 10)).request, now)
+        if number % 4 == 0:
+            now = step(scheduler, now)
+    while scheduler.stats().running + scheduler.stats().waiting:
+        now = step(scheduler, now)
+    held = [made, scheduler, *(vars(scheduler)[name] for name in ("_batch", "_waiting"))]
+    for each in held:
+        for name, value in vars(each).items():
+            if isinstance(value, dict | list | set):
+                assert len(value) <= 20, f"{type(each).__name__}.{name}"

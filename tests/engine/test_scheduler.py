@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.limits import Limits, Preemption, Prefill
 from engine.policies import POLICIES
 from engine.request import Finish, Request, Sampling
-from engine.scheduler import Progress, QueueFullError, Scheduler
-from engine.step import Moves, StepPlan
+from engine.scheduler import Scheduler
+from engine.step import Moves, Progress, StepPlan
+from engine.waiting import QueueFullError
 
 EOS = 0
 VOCABULARY = 23

@@ -9,9 +9,10 @@ import pytest
 from engine.cost import Coefficients
 from engine.limits import Limits
 from engine.policies.fcfs import FirstComeFirstServed
+from engine.report import Report, jain, percentile
 from engine.request import Request, Sampling
 from engine.scheduler import Scheduler
-from engine.sim import Arrival, Placement, Report, Simulation, jain, percentile
+from engine.sim import Arrival, Placement, Simulation
 
 COST = Coefficients(step=10.0, row=1.0, prefill_token=0.5, prefill_pair=0.0, kv_position=0.0)
 
