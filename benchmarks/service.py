@@ -29,7 +29,7 @@ from sqlalchemy import text
 from app.cli.demo.service import Service, service
 from app.client import Client
 from app.settings import get_settings
-from benchmarks.engine import QUICK_OUTPUT, QUICK_REQUESTS, run_apart
+from benchmarks.engine import QUICK_OUTPUT, QUICK_REQUESTS, native_dtype, run_apart
 from benchmarks.workload import Item, make_workload
 
 BAR = 0.9
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.service", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=native_dtype())
     parser.add_argument("--quick", action="store_true", help="a smoke test: six requests of eight tokens")
     options = parser.parse_args()
 
@@ -106,6 +106,7 @@ def main() -> None:
             {
                 "benchmark": "service",
                 "rounds": options.rounds,
+                "dtype": options.dtype,
                 "bare_tokens_per_s": statistics.median(bare),
                 "service_tokens_per_s": statistics.median(whole),
                 "share": round(share, 3),

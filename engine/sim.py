@@ -167,7 +167,6 @@ class Simulation:
                 num_decodes=plan.num_decodes,
                 request_ids=plan.request_ids,
                 num_tokens=len(plan.token_ids),
-                num_sampled=plan.num_sampling,
             )
         )
         for progress in gained:
