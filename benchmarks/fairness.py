@@ -51,7 +51,7 @@ LIMITS = Limits(
     max_num_seqs=256,
     max_num_batched_tokens=8192,
 )
-PLACED_PER_S = 80.0
+PLACED_PER_S = 60.0
 """Requests a second for four workers; one of full speed can do some 30."""
 AT_LEAST = {"light_ttft_gain": 20.0, "fcfs_stall_over_budget": 5.0}
 AT_MOST = {"tokens_per_s_loss": 0.02, "stall_over_budget": 1.0}

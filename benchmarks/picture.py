@@ -77,8 +77,8 @@ def _waits(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     for line, (name, row) in enumerate(rows.items()):
         y = 60 + 32 * line
         parts.append(_text(20, y + 4, name, size=13))
-        for who, colour in COLOURS.items():
-            parts.append(f'<circle cx="{x(row[f"{who}_p99_s"]):.1f}" cy="{y}" r="7" fill="{colour}"/>')
+        for above, (who, colour) in zip((-7, 0, 7), COLOURS.items(), strict=True):  # equals side by side, not hidden
+            parts.append(f'<circle cx="{x(row[f"{who}_p99_s"]):.1f}" cy="{y + above}" r="5" fill="{colour}"/>')
     for number, (who, colour) in enumerate(COLOURS.items()):
         parts.append(f'<circle cx="{560 + 110 * number}" cy="23" r="6" fill="{colour}"/>')
         parts.append(_text(572 + 110 * number, 28, who, size=13))
