@@ -73,6 +73,7 @@ class Batch:
         """In the order in which they joined."""
         self._decoding: dict[int, Sequence] = {}  # by slot, in the order in which they began to decode
         self._decodes: Decodes | None = None  # of _decoding, until it changes
+        self._rows: npt.NDArray[np.int64] | None = None  # of all, until they change
         self.by_rank: Counter[int] = Counter()
         """Sequences by the rank of their request."""
         self.by_queue: Counter[Hashable] = Counter()
@@ -88,8 +89,10 @@ class Batch:
     @property
     def rows(self) -> npt.NDArray[np.int64]:
         """The slots of all, in the order of iteration."""
-        slots = chain(self._decoding, [sequence.slot for sequence in self.prefilling])
-        return np.fromiter(slots, dtype=np.int64, count=len(self))
+        if self._rows is None:
+            slots = chain(self._decoding, [sequence.slot for sequence in self.prefilling])
+            self._rows = np.fromiter(slots, dtype=np.int64, count=len(self))
+        return self._rows
 
     @property
     def _decode_rows(self) -> npt.NDArray[np.int64]:
@@ -98,13 +101,12 @@ class Batch:
     @property
     def decodes(self) -> Decodes:
         if self._decodes is None:
-            sequences = tuple(self._decoding.values())
-            requests = [sequence.request for sequence in sequences]
+            table, rows = self.table, self._decode_rows
             self._decodes = Decodes(
-                sequences,
-                rows=self._decode_rows,
-                request_ids=tuple([request.id for request in requests]),
-                samplings=tuple([request.sampling for request in requests]),
+                sequences=tuple(table.sequences[rows].tolist()),
+                rows=rows,
+                request_ids=tuple(table.request_ids[rows].tolist()),
+                samplings=tuple(table.samplings[rows].tolist()),
             )
         return self._decodes
 
@@ -122,13 +124,9 @@ class Batch:
         expected_end  tokens at which it is expected to end
         step          the first one that it takes part in
         """
-        slot = sequence.slot = self.table.take()
-        self.table.num_tokens[slot] = sequence.num_tokens
-        self.table.last_ids[slot] = sequence.token_ids[-1]
+        slot = self.table.enter(sequence)
         self.table.ends[slot] = expected_end
-        self.table.ranks[slot] = sequence.rank
         self.table.joined_steps[slot] = step
-        self.table.sequences[slot] = sequence
         self.memory.join(sequence, match, expected_blocks=self._room_behind(sequence))
         sequence.state = State.PREFILLING
         self.prefilling.append(sequence)
@@ -142,12 +140,11 @@ class Batch:
         else:
             self.prefilling.remove(sequence)
         self.memory.release(sequence, is_forgotten=is_forgotten)
-        self.table.sequences[sequence.slot] = None
-        self.table.give_back(sequence.slot)
-        sequence.slot = -1
+        self.table.leave(sequence)
         self._count(sequence, -1)
 
     def _count(self, sequence: Sequence, change: int) -> None:
+        self._rows = None
         self.by_rank[sequence.request.rank] += change
         for counter, key in ((self.by_queue, sequence.queue), (self.by_tenant, sequence.request.tenant)):
             counter[key] += change
@@ -224,7 +221,7 @@ class Batch:
         if token_id is not None:
             self.prefilling.remove(sequence)
             self._decoding[slot] = sequence
-            self._decodes = None
+            self._decodes = self._rows = None
             sequence.state = State.DECODING
             self.table.num_tokens[slot] += 1
             self.table.last_ids[slot] = token_id

@@ -12,7 +12,10 @@ from collections.abc import Sequence as Items
 import numpy as np
 import numpy.typing as npt
 
+from engine.sequence import Sequence
 from engine.step import Ints
+
+Objects = npt.NDArray[np.object_]
 
 _FIRST_WIDTH = 16
 """Blocks that a row has room for at first; the table grows by doubling."""
@@ -37,20 +40,32 @@ class Table:
         """The tier that the policy sees."""
         self.joined_steps: npt.NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         """The step in which each got its slot."""
-        self.sequences: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
+        self.sequences: Objects = np.full(num_slots, None, dtype=object)
+        self.request_ids: Objects = np.full(num_slots, None, dtype=object)
+        self.samplings: Objects = np.full(num_slots, None, dtype=object)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int:
-        """A free row, empty."""
-        slot = heapq.heappop(self._free)
+    def enter(self, sequence: Sequence) -> int:
+        """Take a free row for a sequence, without blocks."""
+        slot = sequence.slot = heapq.heappop(self._free)
         self.num_blocks[slot] = self.num_computed[slot] = 0
+        self.num_tokens[slot] = sequence.num_tokens
+        self.last_ids[slot] = sequence.token_ids[-1]
+        self.ranks[slot] = sequence.rank
+        self.sequences[slot] = sequence
+        self.request_ids[slot] = sequence.request.id
+        self.samplings[slot] = sequence.request.sampling
         return slot
 
-    def give_back(self, slot: int) -> None:
-        heapq.heappush(self._free, slot)
+    def leave(self, sequence: Sequence) -> None:
+        """Give its row back."""
+        for objects in (self.sequences, self.request_ids, self.samplings):
+            objects[sequence.slot] = None
+        heapq.heappush(self._free, sequence.slot)
+        sequence.slot = -1
 
     def append(self, slot: int, block_ids: Items[int]) -> None:
         """More blocks for a row."""

@@ -42,7 +42,7 @@ class Tiered(Fair):
     def turn(self, queue: Hashable, *, waited_s: float) -> tuple[float, ...]:
         assert isinstance(queue, tuple)
         rank: int = queue[0]
-        return (not self._is_below_floor(rank), rank - waited_s // AGEING_S, self._served[queue])
+        return not self._is_below_floor(rank), rank - waited_s // AGEING_S, self._served[queue]
 
     def charge(self, request: Request, *, now: float, prefilled: int = 0, generated: int = 0) -> None:
         super().charge(request, now=now, prefilled=prefilled, generated=generated)
