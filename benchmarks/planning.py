@@ -78,12 +78,13 @@ class Load:
 
     def _make_request(self) -> Request:
         self._number += 1
+        tenant = self._rng.randrange(TENANTS)
         return Request(
             str(self._number),
             tuple(self._rng.randrange(1, 30_000) for _ in range(self._rng.randint(8, 64))),
             Sampling(self._rng.randint(200, 600)),
-            tenant=str(self._rng.randrange(TENANTS)),
-            rank=self._rng.randrange(3),
+            tenant=str(tenant),
+            rank=tenant % 3,
         )
 
 
