@@ -43,11 +43,7 @@ class Admission:
         """
         if self._has_room(newcomer, match, without=()):
             return []
-        candidates = [
-            other
-            for other in self._past_their_quantum(newcomer.rank, step)
-            if other.number not in spared and self._may_yield(other)
-        ]
+        candidates = [other for other in self._who_may_yield(newcomer.rank, step) if other.number not in spared]
         candidates.sort(key=lambda other: (-other.rank, other.num_tokens, -other.number))
 
         def is_enough(count: int) -> bool:  # the more yield, the more room there is
@@ -60,19 +56,18 @@ class Admission:
             most = min(2 * most, len(candidates))
         return candidates[: bisect.bisect_left(range(most), True, lo=most // 2, key=is_enough)]
 
-    def _past_their_quantum(self, rank: int, step: int) -> list[Sequence]:
-        """Running sequences of higher ranks than this one: found in arrays, because most often there are none."""
-        table, rows = self._batch.table, self._batch.rows
-        is_past = (table.ranks[rows] > rank) & (step - table.joined_steps[rows] >= self._limits.quantum_steps)
+    def _who_may_yield(self, rank: int, step: int) -> list[Sequence]:
+        """Running sequences that may be preempted for this rank. Looked for in arrays: most often there are none."""
+        table, rows, limits = self._batch.table, self._batch.rows, self._limits
+        ranks = table.ranks[rows]
+        is_past = (ranks > rank) & (step - table.joined_steps[rows] >= limits.quantum_steps)
+        for higher in set(ranks[is_past].tolist()):
+            if not self._policy.may_yield(higher):
+                is_past &= ranks != higher
         found: list[Sequence] = table.sequences[rows[is_past]].tolist()
-        return found
-
-    def _may_yield(self, other: Sequence) -> bool:
-        return (
-            other.num_preemptions < self._limits.max_preemptions
-            and not (self._limits.preemption is Preemption.DISCARD and other.has_shown)
-            and self._policy.may_yield(other.rank)
-        )
+        if limits.preemption is Preemption.DISCARD:
+            found = [other for other in found if not other.has_shown]
+        return [other for other in found if other.num_preemptions < limits.max_preemptions]
 
     def _has_room(self, newcomer: Sequence, match: Match, *, without: Items[Sequence]) -> bool:
         """Whether slot, blocks and memory are there.
