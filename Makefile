@@ -25,7 +25,7 @@ serve: setup
 	$(BIN)/everbatch up
 
 # Files of tests run in two processes, each with servers of its own.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: lint tested-model
 	$(PYTEST)
