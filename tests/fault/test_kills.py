@@ -12,9 +12,6 @@ from sqlalchemy import text
 from app.tiers import Tier
 from tests.site import Site
 
-JOBS = 200
-KILLS = 10
-
 
 class Reader:
     """Reads what is shown of all jobs, again and again, and notes where something shown was taken back."""
@@ -61,20 +58,21 @@ _SHOWS_TOKENS = text(
 
 
 @pytest.mark.timeout(110)
-def test_killed_workers_lose_nothing_and_do_nothing_twice(site: Site) -> None:
+@pytest.mark.parametrize(("jobs", "kills"), [(80, 4), pytest.param(200, 10, marks=pytest.mark.slow)])
+def test_killed_workers_lose_nothing_and_do_nothing_twice(jobs: int, kills: int, site: Site) -> None:
     random.seed(1)
     pace = {"echo_step_ms": 20.0}
-    site.start_io()
+    io = site.start_io()
     workers = [site.start_worker(number, **pace) for number in (1, 2)]
     tiers = (Tier.PAID, Tier.FREE, Tier.BULK, Tier.BULK)
     job_ids = [
         job_id
-        for group in range(JOBS // 10)
+        for group in range(jobs // 10)
         for job_id in site.submit(10, tier=tiers[group % 4], max_tokens=random.randint(60, 180))
     ]
     reader = Reader(site, job_ids)
     try:
-        for kill in range(KILLS):
+        for kill in range(kills):
             victim = kill % 2
             site.wait_for(lambda: runs_something(site, workers[victim]))  # noqa: B023
             workers[victim].kill()
@@ -83,8 +81,10 @@ def test_killed_workers_lose_nothing_and_do_nothing_twice(site: Site) -> None:
         site.wait_until(job_ids, "succeeded", timeout_s=60)
     finally:
         reader.stop()
+        for process in [io, *workers]:
+            site.stop(process)
 
     for job_id in job_ids:
         site.check_succeeded(job_id)
-    assert reader.readings > KILLS and reader.retracted == []
-    assert sum(site.job(job_id).attempt > 1 for job_id in job_ids) >= KILLS, "the kills hit running jobs"
+    assert reader.readings > kills and reader.retracted == []
+    assert sum(site.job(job_id).attempt > 1 for job_id in job_ids) >= kills, "the kills hit running jobs"
