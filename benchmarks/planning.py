@@ -12,12 +12,12 @@ Prints one JSON object as its last line; sizes interleave, so that all of them s
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
 import time
 
+from engine.garbage import collect_rarely
 from engine.limits import Limits
 from engine.request import Request, Sampling, Stats
 from engine.scheduler import Scheduler
@@ -94,8 +94,7 @@ def main() -> None:
     options = parser.parse_args()
 
     loads = {size: Load(size) for size in (SIZES[:2] if options.quick else SIZES)}
-    gc.collect()
-    gc.freeze()
+    collect_rarely()  # as a worker does
     for _ in range(2 if options.quick else ROUNDS):
         for load in loads.values():
             for _ in range(STEPS):

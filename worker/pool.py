@@ -36,6 +36,7 @@ from app.settings import Settings, get_settings
 from engine.builder import build
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.garbage import collect_rarely
 from engine.limits import Preemption, Prefill
 from engine.request import Engine
 from worker.attempts import Task
@@ -111,6 +112,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         except (SetupError, ModelError) as error:
             sys.stderr.write(f"{error}\n")
             raise SystemExit(CANNOT_START) from None
+        collect_rarely()
         self._service = JobService(self._settings, model, engine)
         self._finishers = ThreadPoolExecutor(FINISHERS, thread_name_prefix="finisher")
         self._others = ThreadPoolExecutor(OTHERS, thread_name_prefix="other")
