@@ -329,16 +329,15 @@ class Client:
         may close one that was idle at the moment it is used again.
         """
         request = self._http.build_request(method, path, **options)
-        is_repeatable = method == "GET" or "Idempotency-Key" in request.headers
-        for _ in range(_SENDINGS - 1 if is_repeatable else 0):
+        sendings = _SENDINGS if method == "GET" or "Idempotency-Key" in request.headers else 1
+        while True:
+            sendings -= 1
             try:
                 response = self._send(request, stream=False)
                 break
             except Unreachable as error:
-                if isinstance(error.__cause__, httpx.ConnectError):
+                if not sendings or isinstance(error.__cause__, httpx.ConnectError):
                     raise
-        else:
-            response = self._send(request, stream=False)
         try:
             answer = response.json()
         except ValueError:

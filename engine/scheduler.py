@@ -41,6 +41,7 @@ class Scheduler:
     ) -> None:
         """secret keys the names of cached blocks: nobody who does not know it can make two prompts collide."""
         self._limits = limits
+        self._is_mixed = limits.prefill is Prefill.CHUNKED  # whether steps with prompts decode too
         self._policy = policy or Tiered()
         self._cost = cost or StepCost(CPU_SMALL)
         self._lengths = Lengths()
@@ -185,8 +186,7 @@ class Scheduler:
         self._now = now
         self._make_room_for_decodes()
         pieces = self._plan_pieces()
-        is_mixed = self._limits.prefill is Prefill.CHUNKED
-        decodes = self._batch.decodes if is_mixed or not pieces else NO_DECODES
+        decodes = self._batch.decodes if self._is_mixed or not pieces else NO_DECODES
         self._was_prefill = bool(pieces)
         if not pieces and not decodes.sequences:
             return None
@@ -209,8 +209,7 @@ class Scheduler:
         """
         if self._limits.prefill is Prefill.INTERLEAVED and self._was_prefill and self._batch.decodes.sequences:
             return []
-        is_mixed = self._limits.prefill is Prefill.CHUNKED
-        budget = Budget(self._limits, self._cost, self._batch.decode_work if is_mixed else Work())
+        budget = Budget(self._limits, self._cost, self._batch.decode_work if self._is_mixed else Work())
         begun = sorted(self._batch.prefilling, key=self._turn)
         walk = self._waiting.walk(self._now)
         pieces: list[Piece] = []
@@ -276,9 +275,8 @@ class Scheduler:
 
     def _take_slots(self, victims: Items[Sequence], budget: Budget) -> None:
         """Preempt for a higher tier."""
-        is_mixed = self._limits.prefill is Prefill.CHUNKED
         for victim in victims:
-            if is_mixed and victim.state is State.DECODING:
+            if self._is_mixed and victim.state is State.DECODING:
                 budget.give_back(Work(rows=1, kv_read=victim.num_tokens))
             victim.num_preemptions += 1
             self._preempt(victim)

@@ -93,7 +93,7 @@ class WaitingLine:
         queue, waited_s = sequence.queue, 0.0
         if sequence.state is State.WAITING:
             waited_s = now - max(sequence.arrived_s, self._served_s.get(queue, 0.0))
-        return self._policy.turn(queue, waited_s=waited_s), (sequence.place, sequence.number)
+        return self._policy.turn(queue, waited_s=waited_s), _place(sequence)
 
     def forget(self, queue: Hashable) -> None:
         """Nobody of this queue waits or runs any more."""
