@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.step import StepPlan
 
@@ -18,7 +19,7 @@ _DOUBT = 10.0
 """A coefficient may be so many times as large as the prior says, or more: so little the prior counts."""
 _NOISE = 0.05
 """What a single step is trusted to tell: its time within 5 %."""
-_DRIFT = 0.002
+_DRIFT = 0.1
 """What a step weighs, in the long run, against all before it, in the directions that it tells of. Of others nothing is
 forgotten: steps without prompts leave what prompts cost as it was."""
 _OUTLIER = 4.0
@@ -150,10 +151,20 @@ class StepCost:
         most = _OUTLIER * math.sqrt(known + max(_NOISE, self._spread) ** 2)
         off = min(max(elapsed_ms / expected_ms - float(shares @ self._fitted), -most), most)
         gain = gained / (known + _NOISE**2)
-        self._fitted = self._fitted + gain * off
         self._covariance -= np.outer(gain, gained)
-        self._coefficients = Coefficients(*(self._prior * np.maximum(self._fitted, 0.0)).tolist())
+        self._fitted = self._without_negatives(self._fitted + gain * off)
+        self._coefficients = Coefficients(*(self._prior * self._fitted).tolist())
         self._judge(off)
+
+    def _without_negatives(self, fitted: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The likeliest of what no coefficient below 0 leaves: the others take over what one of them gives up."""
+        for _ in fitted:
+            lowest = int(np.argmin(fitted))
+            if fitted[lowest] >= 0.0:
+                return fitted
+            fitted = fitted - self._covariance[:, lowest] * (fitted[lowest] / self._covariance[lowest, lowest])
+            fitted[lowest] = 0.0
+        return np.maximum(fitted, 0.0)
 
     def _judge(self, off: float) -> None:
         """Note by how much a prediction was off, as a share."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import astuple
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,19 @@ def test_steps_without_prompts_do_not_make_prompts_cheap_or_dear() -> None:
         cost.observe(work, TRUTH.predict(work) * rng.lognormvariate(0, 0.05))
     piece = Work.piece(1000, 256)
     assert 0.5 < cost.predict(piece) / TRUTH.predict(piece) < 2.0
+
+
+def test_steps_that_no_line_fits_are_predicted_right_in_the_mean() -> None:
+    """Caches make long sequences cheaper than a line through short ones says; no coefficient may be below 0 for it."""
+    rng, cost, off = random.Random(0), StepCost(CPU_SMALL), list[float]()
+    for number in range(600):
+        rows = 1 + number % 64
+        work = Work(rows=rows, kv_read=rows * (50 + number)) + Work.piece(0, 32)
+        elapsed_ms = (40.0 + 3.0 * rows - 1e-3 * work.kv_read) * rng.lognormvariate(0, 0.1)
+        off.append(elapsed_ms / cost.predict(work) - 1)
+        cost.observe(work, elapsed_ms)
+    assert min(astuple(cost.coefficients)) >= 0.0
+    assert abs(sum(off[100:]) / 500) < 0.05
 
 
 @given(st.floats(0, 100), st.integers(0, 4000), st.integers(1, 2000), st.integers(0, 64))
