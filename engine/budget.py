@@ -40,6 +40,11 @@ class Budget:
         # Crumbs help nobody; but one block goes in always, or prompts would wait for ever beside many decodes.
         return least if self._is_empty else 0
 
+    def rest(self, start: int, end: int) -> int:
+        """Tokens that a piece may take on top, up to position `end`, once every prompt has had its share."""
+        count = min(end - start, self._tokens)
+        return self._tokens_in_time(start, count, 1) if self._is_timed and count else count
+
     def spend(self, start: int, count: int) -> None:
         """Book a piece."""
         self._work += Work.piece(start, count)

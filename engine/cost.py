@@ -30,7 +30,8 @@ _CHANGED = 0.2
 counts no more than a prior from then on."""
 _CAUTION = 4.0
 """Steps are planned for so many spreads less than their budget: one in 30 000 is then longer, if errors are normal."""
-_MOST_SPREAD = 0.25
+_MOST_MARGIN = 0.25
+"""But for no more than this share less: where steps differ more, a wider margin costs all more than long steps do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class StepCost:
 
     def __init__(self, prior: Coefficients = CPU_SMALL) -> None:
         self._prior = np.array([prior.step, prior.row, prior.prefill_token, prior.prefill_pair, prior.kv_position])
-        self._fitted = np.ones(5)  # times the prior
+        self._fitted = np.ones(5)  # times the prior; those below 0 too, for the next step to correct
         self._covariance = np.eye(5) * _DOUBT**2
         self._coefficients = prior
         self._spread = _NOISE
@@ -139,7 +140,7 @@ class StepCost:
 
     def planned_ms(self, budget_ms: float) -> float:
         """What a step may be expected to take, for it hardly ever to take longer than its budget."""
-        return budget_ms / (1.0 + _CAUTION * min(self._spread, _MOST_SPREAD))
+        return budget_ms / (1.0 + min(_CAUTION * self._spread, _MOST_MARGIN))
 
     def observe(self, work: Work, elapsed_ms: float) -> None:
         """Learn from a step."""
@@ -149,16 +150,16 @@ class StepCost:
         gained = self._covariance @ shares
         known = float(shares @ gained)  # variance of the prediction
         most = _OUTLIER * math.sqrt(known + max(_NOISE, self._spread) ** 2)
-        off = min(max(elapsed_ms / expected_ms - float(shares @ self._fitted), -most), most)
+        share = elapsed_ms / expected_ms
         gain = gained / (known + _NOISE**2)
         self._covariance -= np.outer(gain, gained)
-        self._fitted = self._without_negatives(self._fitted + gain * off)
-        self._coefficients = Coefficients(*(self._prior * self._fitted).tolist())
-        self._judge(off)
+        self._fitted = self._fitted + gain * _within(share - float(shares @ self._fitted), most)
+        self._coefficients = Coefficients(*(self._prior * self._without_negatives(self._fitted)).tolist())
+        self._judge(_within(share - 1.0, most))
 
     def _without_negatives(self, fitted: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The likeliest of what no coefficient below 0 leaves: the others take over what one of them gives up."""
-        for _ in fitted:
+        for _ in fitted:  # each turn sets one to 0
             lowest = int(np.argmin(fitted))
             if fitted[lowest] >= 0.0:
                 return fitted
@@ -185,3 +186,7 @@ class StepCost:
             else:
                 high = middle
         return low
+
+
+def _within(value: float, most: float) -> float:
+    return min(max(value, -most), most)

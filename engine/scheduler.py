@@ -228,7 +228,7 @@ class Scheduler:
             if piece is not None:
                 pieces.append(piece)
         for piece in pieces:  # what the last ones left goes to the first ones
-            more = budget.share(piece.end, piece.sequence.num_tokens, is_contested=False) if budget.has_room else 0
+            more = budget.rest(piece.end, piece.sequence.num_tokens)
             budget.spend(piece.end, more)
             piece.count += more
         return pieces

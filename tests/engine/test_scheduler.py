@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.cost import Coefficients, StepCost
 from engine.limits import Limits, Preemption, Prefill
 from engine.policies import POLICIES
 from engine.request import Finish, Request, Sampling
@@ -85,6 +86,7 @@ class Bench:
         block_size: int = 4,
         context_length: int = 64,
         policy: str = "priority",
+        cost: StepCost | None = None,
         **limits: Any,
     ) -> None:
         plain = {"preemption": Preemption.RECOMPUTE, "quantum_steps": 1, "max_preemptions": 99, "prefix_cache": False}
@@ -99,6 +101,7 @@ class Bench:
                 **{**plain, **limits},
             ),
             policy=POLICIES[policy](),
+            cost=cost,
         )
         self.context_length = min(context_length, num_blocks * block_size)
         self.budget = budget
@@ -625,6 +628,21 @@ def test_prompts_share_the_steps_as_the_operator_chose(prefill: Prefill, steps: 
     bench.step()
     bench.add("b", prompt=20, max_tokens=20)
     assert [{name for name, _ in bench.step()} for _ in steps] == steps
+    bench.run()
+
+
+def test_what_is_too_little_for_another_prompt_goes_to_those_in_the_step() -> None:
+    cost = StepCost(Coefficients(step=10.0, row=0.0, prefill_token=1.0, prefill_pair=0.0, kv_position=0.0))
+    assert cost.planned_ms(36.0) == pytest.approx(30.0)
+    bench = Bench(budget=64, slots=8, step_budget_ms=36.0, cost=cost)
+    bench.add("runs", prompt=2, max_tokens=40)
+    bench.step()
+    bench.add("long", prompt=50)
+    assert bench.step() == [("runs", 1), ("long", 20)]
+    bench.add("short", prompt=8)
+    bench.add("later", prompt=50)
+    # Half of the time for the one that began, and 2 tokens are less than a block.
+    assert bench.step() == [("runs", 1), ("long", 10 + 2), ("short", 8)]
     bench.run()
 
 
