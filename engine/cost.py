@@ -28,8 +28,8 @@ off by so many: something else was busy."""
 _CHANGED = 0.2
 """Predictions that are off by so much on average, all to the same side, tell of another machine: what was learned
 counts no more than a prior from then on."""
-_CAUTION = 4.0
-"""Steps are planned for so many spreads less than their budget: one in 30 000 is then longer, if errors are normal."""
+_CAUTION = 5.0
+"""Steps are planned for so many spreads less than their budget: errors that are normal leave next to none longer."""
 _MOST_MARGIN = 0.25
 """But for no more than this share less: where steps differ more, a wider margin costs all more than long steps do."""
 

@@ -633,8 +633,8 @@ def test_prompts_share_the_steps_as_the_operator_chose(prefill: Prefill, steps: 
 
 def test_what_is_too_little_for_another_prompt_goes_to_those_in_the_step() -> None:
     cost = StepCost(Coefficients(step=10.0, row=0.0, prefill_token=1.0, prefill_pair=0.0, kv_position=0.0))
-    assert cost.planned_ms(36.0) == pytest.approx(30.0)
-    bench = Bench(budget=64, slots=8, step_budget_ms=36.0, cost=cost)
+    assert cost.planned_ms(37.5) == pytest.approx(30.0)
+    bench = Bench(budget=64, slots=8, step_budget_ms=37.5, cost=cost)
     bench.add("runs", prompt=2, max_tokens=40)
     bench.step()
     bench.add("long", prompt=50)
