@@ -1,4 +1,4 @@
-"""Which waiting job goes to the broker next: the one owner of order between tenants and jobs.
+"""Hands waiting jobs to the broker: the one owner of order between tenants and jobs.
 
 Jobs wait in Postgres. Only a small window per tier is at the broker: the slots of live workers that no running job
 fills, plus a little. Several dispatchers may run.
@@ -8,57 +8,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import func, select, text
+from sqlalchemy import exists, func, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from app import line, settlements
 from app.broker import Broker, BrokerError
 from app.db import Database
-from app.tables import Job, Worker
+from app.line import SUSPECT_DEATHS, Numbered, Waiting
+from app.tables import Job, Settlement, TokenCounter, Worker
 from app.tiers import POLICIES, Tier
 
 logger = logging.getLogger(__name__)
 
 DISPATCH_LOCK = 0x45764264
 """Advisory lock: two dispatchers that counted at once would both fill the same window."""
-
-SUSPECT_DEATHS = 2
-"""A job under which so many workers died in a row is a suspect of killing them; Settings.max_deaths makes it poison."""
-
-Numbered = Sequence[tuple[str, int]]
-"""Job ids with their dispatch numbers."""
-
-_WAITING = text(
-    """
-    select tier from unnest(cast(:tiers as text[])) as asked (tier) where exists (
-        select from jobs
-        where jobs.status = 'queued' and jobs.dispatch_number is null and jobs.model = :model and jobs.tier = asked.tier
-    )
-    """
-)
-
-_DISPATCH = text(
-    """
-    with chosen as materialized (
-        select id, handed_back from jobs
-        where status = 'queued' and dispatch_number is null and model = :model and tier = :tier
-        and (deaths >= :suspect_deaths) = :suspects
-        order by handed_back desc, id
-        limit :count
-        for update skip locked
-    ), numbered as materialized (
-        select id, nextval('dispatch_numbers') as number
-        from (select id from chosen order by handed_back desc, id) as in_order
-    )
-    update jobs set dispatch_number = numbered.number, dispatched_at = clock_timestamp()
-    from numbered where jobs.id = numbered.id
-    returning jobs.id, jobs.dispatch_number
-    """
-)
-"""Numbers are drawn row by row from the sorted rows: an update alone would draw them in the order of its own plan."""
 
 _IS_SUSPECT_OUT = text(
     """
@@ -80,14 +47,17 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
     A message that cannot be sent is a lost one: the sweep finds its jobs and they are dispatched again.
     """
     with database.autocommit() as session:
-        waiting = _waiting(session, model)
-    if not waiting:
+        waiting = line.waiting(session, model)
+    if not waiting.tiers:
         return 0  # as nearly always
     with database.transaction() as session:
-        session.execute(select(func.pg_advisory_xact_lock(DISPATCH_LOCK)))
+        _lock(session)
+        settlements.fold(session)
         window = _window(session, model)
         chosen = _take_suspect(session, model, waiting) or {
-            tier: _number(session, model, tier, room) for tier in waiting if (room := window.room(tier)) > 0
+            tier: _number(session, model, tier, room, waiting)
+            for tier in waiting.tiers
+            if (room := window.room(tier)) > 0
         }
     for tier, jobs in chosen.items():
         per_task = min(POLICIES[tier].jobs_per_task, window.max_per_task)
@@ -96,10 +66,20 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
     return sum(map(len, chosen.values()))
 
 
-def _waiting(session: Session, model: str) -> list[Tier]:
-    """The tiers of the model in which a job waits to be dispatched."""
-    found = session.scalars(_WAITING, {"model": model, "tiers": [tier.value for tier in Tier]})
-    return [Tier(name) for name in found]
+def settle(database: Database) -> None:
+    """Do what dispatch did not: fold the settlements of jobs that ended while none waited, see who left the lines."""
+    with database.autocommit() as session:
+        if not session.scalar(select(exists(Settlement.job_id) | exists().where(TokenCounter.in_line))):
+            return
+    with database.transaction() as session:
+        _lock(session)
+        settlements.fold(session)
+        line.leave(session)
+
+
+def _lock(session: Session) -> None:
+    """Be the only one to number jobs and to write token counters, until the transaction ends."""
+    session.execute(select(func.pg_advisory_xact_lock(DISPATCH_LOCK)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +116,20 @@ def _window(session: Session, model: str) -> _Window:
     )
 
 
-def _take_suspect(session: Session, model: str, waiting: Sequence[Tier]) -> dict[Tier, Numbered]:
+def _take_suspect(session: Session, model: str, waiting: Waiting) -> dict[Tier, Numbered]:
     """Number one suspect, unless another one is out and has made no progress yet.
 
     The worker that dies next then dies under a single suspect: a poison job does not take to its end the jobs that had
     the bad luck to share its batch twice. An innocent one shows a token, and the next may follow. It has the round for
     itself, and so a head start: whatever ends its worker next should not find it without one.
     """
+    if not waiting.handed_back:
+        return {}
     suspected = session.scalars(
         select(Job.tier)
         .where(
             Job.model == model,
-            Job.tier.in_(waiting),
+            Job.tier.in_(waiting.handed_back),
             Job.status == "queued",
             Job.dispatch_number.is_(None),
             Job.handed_back,
@@ -158,22 +140,13 @@ def _take_suspect(session: Session, model: str, waiting: Sequence[Tier]) -> dict
     if not suspected or session.scalar(_IS_SUSPECT_OUT, {"model": model, "suspect_deaths": SUSPECT_DEATHS}):
         return {}
     tier = min(map(Tier, suspected), key=lambda tier: POLICIES[tier].rank)
-    return {tier: _number(session, model, tier, 1, suspects=True)}
+    return {tier: line.number_handed_back(session, model, tier, 1, suspects=True)}
 
 
-def _number(session: Session, model: str, tier: Tier, count: int, *, suspects: bool = False) -> Numbered:
-    """Number the first count jobs of a tier's line, of the suspects or of the others."""
-    rows = session.execute(
-        _DISPATCH,
-        {
-            "model": model,
-            "tier": tier.value,
-            "count": count,
-            "suspects": suspects,
-            "suspect_deaths": SUSPECT_DEATHS,
-        },
-    )
-    return sorted(((row.id, row.dispatch_number) for row in rows), key=lambda job: job[1])
+def _number(session: Session, model: str, tier: Tier, count: int, waiting: Waiting) -> Numbered:
+    """Number up to count jobs: what was handed back, suspects left out, then the tier's line."""
+    back = line.number_handed_back(session, model, tier, count) if tier in waiting.handed_back else []
+    return [*back, *line.number_next(session, model, tier, count - len(back))]
 
 
 class Dispatcher:

@@ -21,7 +21,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session, undefer
 from sqlalchemy.orm.attributes import set_committed_value
 
-from app import db, tables, webhooks
+from app import db, settlements, tables, webhooks
 from app.errors import Conflict, KeyReused, NotFound, QueueFull
 from app.events import Event
 from app.ids import new_id
@@ -101,6 +101,10 @@ class Claim:
     sampling: Mapping[str, Any]
     deadline_s: float
     """Seconds from the claim until the job expires."""
+    weight: float
+    """The tenant's share beside others of its tier."""
+    counter: float
+    """What the tenant had been served, in virtual tokens over its weight, as the job was dispatched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,8 @@ class Finished:
 
 
 def move(session: Session, jobs: Sequence[Job], to: Status, *, reason: str | None = None) -> list[Event]:
-    """Move locked jobs to a status, each with its next event; at a terminal one also with its webhook's delivery.
+    """Move locked jobs to a status, each with its next event; at a terminal one also with its settlement and its
+    webhook's delivery.
 
     Callers set the facts of the move (owner, attempt, finish_reason, error) on the rows before. Returns the events,
     to be announced after the commit. Raises AssertionError for a transition that the table does not allow.
@@ -145,6 +150,8 @@ def move(session: Session, jobs: Sequence[Job], to: Status, *, reason: str | Non
         moved.append(event)
         if to.is_terminal and job.webhook_url is not None:
             session.add(webhooks.delivery_of(job, log.read_at))
+        if to.is_terminal:
+            session.add(settlements.settlement_of(job))
     session.flush()
     return moved
 
@@ -166,10 +173,11 @@ def _facts(job: Job, reason: str | None) -> dict[str, Any]:
 
 def usage_of(job: Job) -> dict[str, int]:
     """Tokens that the job is charged: the prompt once, and what was persisted of its output."""
+    prompt_tokens = settlements.charged_prompt_tokens(job)
     return {
-        "prompt_tokens": job.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": job.completion_tokens,
-        "total_tokens": job.prompt_tokens + job.completion_tokens,
+        "total_tokens": prompt_tokens + job.completion_tokens,
     }
 
 
@@ -316,6 +324,7 @@ def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: dateti
         deaths=0,
         tokens_at_death=0,
         handed_back=False,
+        counter=0.0,
         completion_tokens=0,
         batch_id=submission.batch_id,
         row_number=submission.row_number,
@@ -481,7 +490,9 @@ def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> 
     resumed = _tokens_of(session, [job.id for job in jobs if job.attempt > 1])
     left_s = func.extract("epoch", Job.deadline_at - tables.NOW)
     rows = session.execute(
-        select(Job.id, Job.prompt_ids, Job.sampling, left_s.label("left_s")).where(Job.id.in_(moved))
+        select(Job.id, Job.prompt_ids, Job.sampling, left_s.label("left_s"), tables.Tenant.weight)
+        .join(tables.Tenant, tables.Tenant.id == Job.tenant_id)
+        .where(Job.id.in_(moved))
     )
     inputs = {row.id: row for row in rows}
     return [
@@ -495,6 +506,8 @@ def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> 
             resumed_ids=tuple(resumed.get(job.id, ())),
             sampling=inputs[job.id].sampling,
             deadline_s=float(inputs[job.id].left_s),
+            weight=inputs[job.id].weight,
+            counter=job.counter,
         )
         for job in jobs
     ]

@@ -5,13 +5,14 @@ Times are UTC by the database's clock; ids are made in Python; text of models is
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any, ClassVar
 
 from sqlalchemy import (
     ARRAY,
     BigInteger,
     CheckConstraint,
+    Date,
     DateTime,
     ForeignKey,
     Index,
@@ -45,6 +46,7 @@ class Base(DeclarativeBase):
     type_annotation_map: ClassVar[dict[Any, Any]] = {
         str: Text,
         datetime: DateTime(timezone=True),
+        date: Date,
         dict[str, Any]: JSONB,
         list[int]: ARRAY(Integer),
         bytes: LargeBinary,
@@ -61,13 +63,18 @@ class Tenant(Base):
     """Who pays and owns."""
 
     __tablename__ = "tenants"
-    __table_args__ = (CheckConstraint("plan in ('paid', 'free')", name="tenants_plan"),)
+    __table_args__ = (
+        CheckConstraint("plan in ('paid', 'free')", name="tenants_plan"),
+        CheckConstraint("weight > 0", name="tenants_weight"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     plan: Mapped[str]
     webhook_secret: Mapped[bytes]
     """Encrypted with the secret key; signs the tenant's webhooks."""
+    weight: Mapped[float] = mapped_column(server_default=text("1"))
+    """Its share of the tokens beside other tenants of a tier, above 0."""
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
 
 
@@ -96,12 +103,19 @@ class Job(Base):
         CheckConstraint("(status = 'running') = (owner is not null)", name="jobs_owner"),
         Index("jobs_by_tenant", "tenant_id", "id"),
         Index(
-            "jobs_waiting",
+            "jobs_in_line",
             "model",
             "tier",
-            text("handed_back desc"),
+            "tenant_id",
             "id",
-            postgresql_where=text("status = 'queued' and dispatch_number is null"),
+            postgresql_where=text("status = 'queued' and dispatch_number is null and not handed_back"),
+        ),
+        Index(
+            "jobs_handed_back",
+            "model",
+            "tier",
+            "id",
+            postgresql_where=text("status = 'queued' and dispatch_number is null and handed_back"),
         ),
         Index(
             "jobs_dispatched",
@@ -156,6 +170,10 @@ class Job(Base):
     """The dispatch number of the message by which it was last claimed."""
     handed_back: Mapped[bool] = mapped_column(server_default=text("false"))
     """It ran before, so it goes to the front of the line."""
+    counter: Mapped[float] = mapped_column(server_default=text("0"))
+    """Its tenant's token counter as dispatch found it: the worker's engine goes on from it."""
+    charged_cost: Mapped[float | None]
+    """What the tenant's counter was charged at the first dispatch, in virtual tokens; the settlement corrects it."""
 
     finish_reason: Mapped[str | None]
     output_text: Mapped[str | None] = mapped_column(ModelText, deferred=True)
@@ -185,6 +203,58 @@ class Event(Base):
     token_ids: Mapped[list[int] | None]
     """Tokens generated since the event before; a new attempt goes on from them."""
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+
+
+class TokenCounter(Base):
+    """What a tenant was served in a tier of a model, in virtual tokens over its weight."""
+
+    __tablename__ = "token_counters"
+    __table_args__ = (Index("token_counters_in_line", "model", "tier", "tenant_id", postgresql_where=text("in_line")),)
+
+    model: Mapped[str] = mapped_column(primary_key=True)
+    tier: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    served: Mapped[float]
+    last_start: Mapped[float]
+    """What it stood at before its last job was charged."""
+    in_line: Mapped[bool]
+    """Whether jobs of the tenant waited at the last dispatch."""
+    mean_generated: Mapped[float | None]
+    """Tokens that its jobs generated lately, in the mean; none before the first has ended."""
+
+
+class Settlement(Base):
+    """What a job that ended is charged: inserted by its terminal move, soon folded into UsageDay and TokenCounter."""
+
+    __tablename__ = "settlements"
+    __table_args__ = (Index("settlements_by_tenant", "tenant_id", "day"),)
+
+    job_id: Mapped[str] = mapped_column(primary_key=True)
+    """No foreign key: a deleted job is charged all the same."""
+    tenant_id: Mapped[str]
+    day: Mapped[date]
+    """The day, in UTC, on which the job was submitted."""
+    model: Mapped[str]
+    tier: Mapped[str]
+    prompt_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+    charged_cost: Mapped[float]
+    """What the tenant's counter was charged for it at dispatch, in virtual tokens."""
+
+
+class UsageDay(Base):
+    """What a tenant's jobs of a day, model and tier were charged: settlements, folded."""
+
+    __tablename__ = "usage_days"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    day: Mapped[date] = mapped_column(primary_key=True)
+    model: Mapped[str] = mapped_column(primary_key=True)
+    tier: Mapped[str] = mapped_column(primary_key=True)
+    jobs: Mapped[int] = mapped_column(BigInteger)
+    """Jobs that ended."""
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
 
 
 class IdempotencyRecord(Base):

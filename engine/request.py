@@ -62,6 +62,8 @@ class Request:
     """Whose it is: tenants share fairly, and never each other's cached blocks."""
     weight: float = 1.0
     """The tenant's share beside others of its tier, above 0."""
+    counter: float = 0.0
+    """What the tenant was served elsewhere, as a counter of the fair policy; one that is new here starts from it."""
     deadline: float | None = None
     """When it is too late, in seconds of the engine's clock; it then ends as expired."""
     kind: str = ""

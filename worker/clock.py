@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app import models
 from app.broker import Broker, BrokerError
 from app.db import Database
-from app.dispatch import Dispatcher
+from app.dispatch import Dispatcher, settle
 from app.models import Model
 from app.prompts import Prompts
 from app.rows import Desk
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 POOL_SIZE = 16
 """Database connections of the process: one for each round and each sender of webhooks."""
+SETTLEMENTS_INTERVAL_S = 1.0
 DELIVERIES_INTERVAL_S = 0.5
 BATCHES_INTERVAL_S = 0.5
 STRAYS_INTERVAL_S = 3_600.0
@@ -95,6 +96,7 @@ def rounds(opened: Services) -> list[Round]:
     desk = Desk(opened.settings, opened.model, Prompts(opened.model))
     return [
         Round("sweep", opened.settings.sweep_interval_s, sweeper.sweep),
+        Round("settlements", SETTLEMENTS_INTERVAL_S, lambda: settle(opened.database)),
         Round("deliveries", DELIVERIES_INTERVAL_S, lambda: webhooks.send_due(opened.database, opened.broker)),
         Round(
             "batches",

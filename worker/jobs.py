@@ -189,6 +189,8 @@ def request_of(request_id: str, claim: Claim) -> Request:
         resumed_ids=claim.resumed_ids,
         rank=POLICIES[claim.tier].rank,
         tenant=claim.tenant_id,
+        weight=claim.weight,
+        counter=claim.counter,
         deadline=time.monotonic() + claim.deadline_s,
         kind=f"{claim.tenant_id}/{claim.tier}",  # a tenant's jobs of one tier tend to be alike
     )

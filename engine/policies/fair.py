@@ -42,7 +42,8 @@ class Fair(Policy):
         queue = self.queue(request)
         if is_idle:
             self._idle.pop(queue, None)
-            self._served[queue] = max(self._served.get(queue, 0.0), self._virtual_time[self.rank(request)])
+            before = max(self._served.get(queue, 0.0), request.counter)
+            self._served[queue] = max(before, self._virtual_time[self.rank(request)])
 
     def depart(self, request: Request) -> None:
         queue = self.queue(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter, deque
 from typing import Any
@@ -231,6 +232,15 @@ def test_a_tenant_that_comes_back_at_once_is_still_behind(policy: str) -> None:
     made.arrive(fresh, is_idle=True)
     made.arrive(served, is_idle=True)
     assert made.turn(made.queue(fresh), waited_s=0.0) < made.turn(made.queue(served), waited_s=0.0)
+
+
+@pytest.mark.parametrize("policy", ["fair", "tiered"])
+def test_what_a_tenant_was_served_elsewhere_counts_here(policy: str) -> None:
+    made = POLICIES[policy]()
+    elsewhere, fresh = (arrival(random.Random(0), 0, 0.0, tenant, 1, (5, 5), (5, 5)).request for tenant in "ab")
+    for request in (dataclasses.replace(elsewhere, counter=100.0), dataclasses.replace(fresh, counter=90.0)):
+        made.arrive(request, is_idle=True)
+    assert made.turn(made.queue(fresh), waited_s=0.0) < made.turn(made.queue(elsewhere), waited_s=0.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
