@@ -211,7 +211,12 @@ class ProgressWriter:
             with self._database.transaction() as session:
                 jobs.lock(session, [attempt.claim.job_id for attempt in ended_attempts])
                 shown = events.append_tokens(session, owner, _deltas_of(ended_attempts))
-                ended = jobs.finish(session, owner, [_with_last_tokens(*each) for each in ending])
+                accepted = {event.job_id for event in shown}
+                # An attempt whose last text was refused ends here without its end: the job would lack these tokens.
+                whole = [
+                    (attempt, end) for attempt, end in ending if not attempt.text or attempt.claim.job_id in accepted
+                ]
+                ended = jobs.finish(session, owner, [_with_last_tokens(*each) for each in whole])
             events.announce(self._redis, [*shown, *ended])
             self._settle(ended_attempts, shown, ended)
 

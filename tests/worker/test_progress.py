@@ -1,0 +1,109 @@
+"""The writer of progress, on a database whose replies get lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from app import jobs, tables
+from app.db import Database
+from app.ids import new_id
+from app.tiers import Tier
+from engine.request import Finish, Output
+from tests.site import Site
+from worker.attempts import Attempt, Attempts, Outcome, Task
+from worker.progress import ProgressWriter
+
+
+class Deaf(Database):
+    """Each of its next writes is committed, and the reply to it is lost."""
+
+    lost_replies = 0
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        with super().transaction() as session:
+            yield session
+        self._lose_reply()
+
+    @contextmanager
+    def autocommit(self) -> Iterator[Session]:
+        with super().autocommit() as session:
+            yield session
+        self._lose_reply()
+
+    def _lose_reply(self) -> None:
+        if self.lost_replies:
+            self.lost_replies -= 1
+            raise OperationalError("commit", {}, Exception("the connection was closed"))
+
+
+class Idle:
+    """An engine that nothing is asked of but to abort."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+class Silent:
+    """Metrics that nobody reads."""
+
+    registry = CollectorRegistry()
+
+    def observe(self, *_: Any) -> None: ...
+
+    def count_end(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def deaf(site: Site) -> Iterator[Deaf]:
+    assert site.settings.database_url
+    database = Deaf(site.settings.database_url)
+    yield database
+    database.close()
+
+
+def claimed(site: Site, attempts: Attempts) -> Attempt:
+    owner = new_id("worker")
+    (job_id,) = site.submit()
+    with site.db.transaction() as session:
+        session.add(tables.Worker(id=owner, model="echo", host="here", pid=0, slots=1, free_slots=1))
+    with site.db.transaction() as session:
+        (claim,) = jobs.claim(session, owner, {job_id: 1})
+    task = Task(Tier.PAID, {job_id: 1}, on_claimed=lambda: None, on_done=lambda: None)
+    attempt = Attempt(claim, owner, task, claimed_at=time.monotonic())
+    attempts.add([attempt])
+    return attempt
+
+
+def test_a_job_does_not_end_without_the_tokens_that_a_lost_reply_left_unwritten(site: Site, deaf: Deaf) -> None:
+    attempts, engine = Attempts(), Idle()
+    writer = ProgressWriter(
+        deaf,
+        site.redis,
+        attempts,
+        engine,  # type: ignore[arg-type]
+        flush_interval_s=0.01,
+        on_ended=lambda: None,
+        metrics=Silent(),  # type: ignore[arg-type]
+    )
+    attempt = claimed(site, attempts)
+    deaf.lost_replies = 1
+    writer.on_outputs([Output(attempt.request_id, (65,), "A", step=1)])
+    site.wait_for(lambda: deaf.lost_replies == 0)  # the event stands, and the writer does not know it
+    writer.on_outputs([Output(attempt.request_id, (66,), "B", step=2, finish=Finish.LENGTH)])
+    site.wait_for(lambda: attempt.task.is_done)
+    assert writer.close(timeout_s=5)
+    assert attempt.task.outcomes == {Outcome.LOST: 1}
+    job = site.job(attempt.claim.job_id)
+    assert (job.status, site.log(job.id).text) == ("running", "A"), "whoever finds it without an attempt goes on from A"
