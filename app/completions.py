@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app import jobs
+from app.settlements import usage_of
 from app.tables import Job
 
 CHAT = "/v1/chat/completions"
@@ -20,7 +20,7 @@ def completion_object(job: Job, endpoint: str) -> dict[str, Any]:
         "model": job.model,
         "system_fingerprint": job.model_revision,
         "choices": [_choice(job, is_chat)],
-        "usage": jobs.usage_of(job),
+        "usage": usage_of(job),
     }
 
 

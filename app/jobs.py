@@ -166,18 +166,8 @@ def _facts(job: Job, reason: str | None) -> dict[str, Any]:
     return {
         "status": job.status,
         "finish_reason": job.finish_reason,
-        "usage": usage_of(job),
+        "usage": settlements.usage_of(job),
         "error": job.error,
-    }
-
-
-def usage_of(job: Job) -> dict[str, int]:
-    """Tokens that the job is charged: the prompt once, and what was persisted of its output."""
-    prompt_tokens = settlements.charged_prompt_tokens(job)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": job.completion_tokens,
-        "total_tokens": prompt_tokens + job.completion_tokens,
     }
 
 

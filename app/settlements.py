@@ -58,21 +58,30 @@ _MEMORY = 0.9
 """How much of the mean length of a tenant's outputs one more output leaves."""
 
 
-def charged_prompt_tokens(job: Job) -> int:
-    """The prompt, once; nothing for a job that ended before an engine got it."""
-    return 0 if job.finished_at is not None and job.attempt == 0 else job.prompt_tokens
+def usage_of(job: Job) -> dict[str, int]:
+    """Tokens that the job is charged: the prompt once, and what was persisted of its output.
+
+    Nothing for a job that ended before an engine got it.
+    """
+    prompt_tokens = 0 if job.finished_at is not None and job.attempt == 0 else job.prompt_tokens
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": job.completion_tokens,
+        "total_tokens": prompt_tokens + job.completion_tokens,
+    }
 
 
 def settlement_of(job: Job) -> Settlement:
     """The settlement of a job that has just ended."""
+    usage = usage_of(job)
     return Settlement(
         job_id=job.id,
         tenant_id=job.tenant_id,
         day=job.created_at.astimezone(UTC).date(),
         model=job.model,
         tier=job.tier,
-        prompt_tokens=charged_prompt_tokens(job),
-        completion_tokens=job.completion_tokens,
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
         charged_cost=job.charged_cost or 0.0,
     )
 

@@ -25,6 +25,7 @@ from sqlalchemy.orm import Session
 
 from app import tables
 from app.ids import new_id
+from app.settlements import usage_of
 from app.tables import Batch, Delivery, Job, Tenant
 from app.vault import Vault
 
@@ -55,11 +56,7 @@ def delivery_of(job: Job, moment: datetime) -> Delivery:
         "object": "job",
         "status": job.status,
         "finish_reason": job.finish_reason,
-        "usage": {
-            "prompt_tokens": job.prompt_tokens,
-            "completion_tokens": job.completion_tokens,
-            "total_tokens": job.prompt_tokens + job.completion_tokens,
-        },
+        "usage": usage_of(job),
         "error": job.error,
         "metadata": job.job_metadata,
     }

@@ -16,6 +16,7 @@ from app.api.services import services
 from app.bodies import fingerprint
 from app.errors import InvalidRequest
 from app.jobs import Idempotency, Status
+from app.settlements import usage_of
 from app.tables import Job
 from app.tiers import Plan
 
@@ -114,7 +115,7 @@ def job_object(job: Job) -> dict[str, Any]:
         "started_at": _time(job.started_at),
         "finished_at": _time(job.finished_at),
         "output": {"choices": [{"index": 0, "text": job.output_text or "", "finish_reason": job.finish_reason}]},
-        "usage": jobs.usage_of(job),
+        "usage": usage_of(job),
         "error": job.error,
         "metadata": job.job_metadata,
     }

@@ -12,6 +12,7 @@ from sqlalchemy import func, select, update
 from app import dispatch, jobs
 from app.db import Database
 from app.jobs import Status
+from app.settlements import usage_of
 from app.tables import Job, Settlement, UsageDay
 from app.tiers import Tier
 
@@ -63,7 +64,7 @@ def test_a_job_that_never_ran_is_charged_nothing(
             jobs.expire(session)
     with db.transaction() as session:
         job = jobs.find(session, owner.tenant_id, job_id)
-    assert (job.status, jobs.usage_of(job)["total_tokens"]) == (status, 0)
+    assert (job.status, usage_of(job)["total_tokens"]) == (status, 0)
     assert bill() == {(today(), "paid"): (1, 0, 0)}
 
 
