@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, event, select
+from sqlalchemy import Engine, create_engine, event, func, select
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError, SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -58,6 +58,25 @@ class Database:
         """
         with self._sessions(bind=self._autocommitting) as session:
             yield session
+
+    @contextmanager
+    def exclusively(self, kind: int, name: str) -> Iterator[bool]:
+        """Hold the advisory lock of that kind and name for as long as the block runs; False where somebody else does.
+
+        It is no transaction, and so may take its time. The lock goes with its connection: where that may break, the
+        block's own transactions must see whether somebody else came before them.
+        """
+        with self._autocommitting.connect() as connection:
+            key = (kind, func.hashtext(name))
+            is_mine = bool(connection.scalar(select(func.pg_try_advisory_lock(*key))))
+            try:
+                yield is_mine
+            finally:
+                try:
+                    if is_mine:
+                        connection.execute(select(func.pg_advisory_unlock(*key)))
+                except SQLAlchemyError:
+                    connection.invalidate()
 
     def close(self) -> None:
         self.pool.dispose()

@@ -6,6 +6,7 @@ An input line has custom_id, method (POST), url and body; an output line has id,
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -66,9 +67,10 @@ def read_lines(stream: BinaryIO, *, start: int, number: int, max_bytes: int) -> 
         yield Line(number, stream.tell(), content if is_whole else None, is_blank)
 
 
-def count_rows(stream: BinaryIO) -> int:
-    """Lines of a file that are not blank."""
-    return sum(not line.is_blank for line in read_lines(stream, start=0, number=0, max_bytes=_PIECE_BYTES))
+def count_rows(stream: BinaryIO, *, most: int) -> int:
+    """Lines of a file that are not blank, counted up to the most."""
+    lines = read_lines(stream, start=0, number=0, max_bytes=_PIECE_BYTES)
+    return sum(1 for _ in itertools.islice((line for line in lines if not line.is_blank), most))
 
 
 # ---- rows

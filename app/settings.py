@@ -77,6 +77,8 @@ class Settings(BaseSettings):
     """Queued jobs of one tenant, rows of batches not counted; at so many, submit answers 429."""
     max_open_batches: int = Field(default=100, ge=1)
     """Batches of one tenant that have not ended; above it, creating one answers 429."""
+    max_batch_rows: int = Field(default=1_000_000, ge=1)
+    """Rows of a batch's input file; one with more fails."""
     max_file_bytes: int = Field(default=200_000_000, ge=1)
     """Size of an uploaded file, in bytes."""
     deadline_s: float = Field(default=86_400.0, gt=0)

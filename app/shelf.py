@@ -56,6 +56,7 @@ class Draft:
         self.size = 0
         """Bytes written."""
         self._max_bytes = max_bytes
+        self._is_kept = False
         self._target = directory / file_id
         self._path = directory / f".{file_id}.{secrets.token_hex(4)}"
         self._stream = self._path.open("xb")
@@ -68,12 +69,15 @@ class Draft:
             return self._stream.write(data)
 
     def keep(self) -> None:
-        """Make the file durable under its name, in place of an earlier one of that name."""
+        """Make the file durable under its name, in place of an earlier one of that name. A second time does nothing."""
+        if self._is_kept:
+            return
         with _naming_a_full_disk():
             self._stream.flush()
             os.fsync(self._stream.fileno())
             self._path.replace(self._target)
             _sync(self._target.parent)
+        self._is_kept = True
 
     def __enter__(self) -> Self:
         return self

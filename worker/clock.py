@@ -25,6 +25,7 @@ from app.settings import Settings, get_settings
 from app.shelf import Shelf
 from app.vault import Vault
 from worker import batches, webhooks
+from worker.batches import Clerk
 from worker.sweep import Sweeper
 from worker.vital import vital_thread
 
@@ -94,6 +95,7 @@ def rounds(opened: Services) -> list[Round]:
     )
     shelf = Shelf(opened.settings)
     desk = Desk(opened.settings, opened.model, Prompts(opened.model))
+    clerk = Clerk(opened.database, desk, shelf)
     return [
         Round("sweep", opened.settings.sweep_interval_s, sweeper.sweep),
         Round("settlements", SETTLEMENTS_INTERVAL_S, lambda: settle(opened.database)),
@@ -101,7 +103,7 @@ def rounds(opened: Services) -> list[Round]:
         Round(
             "batches",
             BATCHES_INTERVAL_S,
-            lambda: batches.advance_batches(opened.database, opened.redis, desk, shelf, nudge=opened.dispatcher.nudge),
+            lambda: batches.advance_batches(clerk, opened.redis, nudge=opened.dispatcher.nudge),
         ),
         Round("strays", STRAYS_INTERVAL_S, lambda: batches.remove_strays(opened.database, shelf)),
     ]

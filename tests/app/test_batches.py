@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 
 from app import batches, files, jobs
 from app import db as clock
@@ -24,6 +27,8 @@ from app.rows import Desk
 from app.settings import Settings
 from app.shelf import Shelf
 from app.tables import NOW, Batch, Delivery, Job
+from worker import batches as advancing
+from worker.batches import BATCH_LOCK, Clerk
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -40,6 +45,19 @@ def rows(number: int) -> list[bytes]:
 
 class Crash(Exception):
     """The process dies before it commits."""
+
+
+class Crashing(Database):
+    """The same database, in a process that dies at the end of each transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self.__dict__ = database.__dict__
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        with super().transaction() as session:
+            yield session
+            raise Crash
 
 
 @dataclass(frozen=True)
@@ -66,14 +84,11 @@ class Play:
 
     def step(self, batch_id: str, *, crash: bool = False) -> bool:
         """One step of the batch; with crash all of it is undone before the commit."""
+        clerk = Clerk(Crashing(self.db) if crash else self.db, self.desk, self.shelf)
         try:
-            with self.db.transaction() as session:
-                moved = batches.advance(session, self.desk, self.shelf, batch_id).moved
-                if crash:
-                    raise Crash
+            return clerk.advance(batch_id).moved
         except Crash:
             return True
-        return moved
 
     def steps(self, batch_id: str) -> None:
         """Steps until the batch waits for its jobs."""
@@ -256,8 +271,8 @@ def test_a_lost_file_fails_the_batch_and_cancels_its_jobs(play: Play) -> None:
 
 
 def test_rows_come_in_windows_while_few_jobs_are_unfinished(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "WINDOW_ROWS", 10)
-    monkeypatch.setattr(batches, "MAX_UNFINISHED", 20)
+    monkeypatch.setattr(advancing, "WINDOW_ROWS", 10)
+    monkeypatch.setattr(advancing, "MAX_UNFINISHED", 20)
     batch_id = play.create(rows(45))
     play.steps(batch_id)
     assert play.jobs(batch_id) == {"queued": 20}
@@ -270,7 +285,7 @@ def test_rows_come_in_windows_while_few_jobs_are_unfinished(play: Play, monkeypa
 
 
 def test_a_window_is_bounded_in_bytes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "WINDOW_BYTES", 500)
+    monkeypatch.setattr(advancing, "WINDOW_BYTES", 500)
     batch_id = play.create(rows(20))
     play.step(batch_id)
     play.step(batch_id)
@@ -280,8 +295,8 @@ def test_a_window_is_bounded_in_bytes(play: Play, monkeypatch: pytest.MonkeyPatc
 
 def test_a_crash_at_any_step_loses_and_doubles_nothing(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step is done, undone by a crash, and done again, the writing of the files included."""
-    monkeypatch.setattr(batches, "WINDOW_ROWS", 7)
-    monkeypatch.setattr(batches, "MAX_UNFINISHED", 14)
+    monkeypatch.setattr(advancing, "WINDOW_ROWS", 7)
+    monkeypatch.setattr(advancing, "MAX_UNFINISHED", 14)
     lines = rows(40)
     lines[5] = b"{"
     batch_id = play.create(lines)
@@ -298,9 +313,8 @@ def test_a_crash_at_any_step_loses_and_doubles_nothing(play: Play, monkeypatch: 
 
 def test_only_one_advances_a_batch_at_a_time(play: Play) -> None:
     batch_id = play.create(rows(3))
-    with play.db.transaction() as session:
-        assert batches.advance(session, play.desk, play.shelf, batch_id).moved
-        assert not play.step(batch_id)
+    with play.db.exclusively(BATCH_LOCK, batch_id) as is_mine:
+        assert is_mine and not play.step(batch_id)
     assert play.step(batch_id)
 
 
@@ -308,8 +322,8 @@ def test_only_one_advances_a_batch_at_a_time(play: Play) -> None:
 
 
 def test_a_cancelled_batch_keeps_what_succeeded_and_names_the_rest(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "WINDOW_ROWS", 5)
-    monkeypatch.setattr(batches, "MAX_UNFINISHED", 10)
+    monkeypatch.setattr(advancing, "WINDOW_ROWS", 5)
+    monkeypatch.setattr(advancing, "MAX_UNFINISHED", 10)
     batch_id = play.create(rows(30))
     play.steps(batch_id)
     play.work(batch_id, limit=4)
@@ -334,16 +348,62 @@ def test_a_batch_cancelled_before_its_rows_were_counted_names_them_all(play: Pla
     assert len(play.errors(batch)) == 3
 
 
-def test_a_cancel_between_look_and_step_is_kept(play: Play) -> None:
-    """The step that counts rows, or that has them all, moves the status on; a cancel in between must not be lost."""
+class CancellingShelf(Shelf):
+    """Where a batch is cancelled as its input is opened: after the look at it, before its step."""
+
+    def __init__(self, play: Play, batch_id: str) -> None:
+        super().__init__(play.settings)
+        self._cancel = lambda: play.cancel(batch_id)
+
+    def open(self, file_id: str) -> Any:
+        self._cancel()
+        return super().open(file_id)
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_a_cancel_between_look_and_step_is_kept(play: Play, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether rows are to be counted, the first or the last window read, or the end prepared."""
+    monkeypatch.setattr(advancing, "WINDOW_ROWS", 2)
     batch_id = play.create(rows(3))
-    play.steps(batch_id)
+    for _ in range(num_steps):
+        play.step(batch_id)
     play.work(batch_id)
-    with play.db.transaction() as session:
-        batch = batches.find(session, play.tenant_id, batch_id)  # as it was before the cancel
-        play.cancel(batch_id)
-        batches._enter(session, batches._lock(session, batch), Status.IN_PROGRESS, Status.FINALIZING)
+    before = play.jobs(batch_id)
+    Clerk(play.db, play.desk, CancellingShelf(play, batch_id)).advance(batch_id)
+    assert play.jobs(batch_id) == before, "none of its rows became a job since"
     assert play.run(batch_id).status == Status.CANCELLED
+    assert play.counts(batch_id)["completed"] == before["succeeded"]
+
+
+def test_rows_that_take_long_to_read_are_read_outside_of_transactions(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transaction that waits for its process is ended by Postgres, and the step would fail for ever."""
+    monkeypatch.setattr("app.db.IDLE_TRANSACTION_S", 1)
+    monkeypatch.setattr(advancing, "WINDOW_S", 0.0)
+    own = Database(play.settings.database_url or "")
+    convert = Desk.submission_of
+
+    def slowly(desk: Desk, row: Any, endpoint: str) -> Any:
+        time.sleep(1.5)
+        return convert(desk, row, endpoint)
+
+    monkeypatch.setattr(Desk, "submission_of", slowly)
+    batch_id = play.create(rows(2))
+    clerk = Clerk(own, play.desk, play.shelf)
+    while clerk.advance(batch_id).moved:
+        pass
+    own.close()
+    assert play.jobs(batch_id) == {"queued": 2}, "a row at a time: WINDOW_S had passed after each"
+
+
+def test_a_file_with_too_many_rows_fails_the_batch(play: Play) -> None:
+    desk = replace(play.desk, settings=play.settings.model_copy(update={"max_batch_rows": 2}))
+    for number, status in ((2, Status.IN_PROGRESS), (3, Status.FAILED)):
+        batch_id = play.create(rows(number))
+        Clerk(play.db, desk, play.shelf).advance(batch_id)
+        assert play.batch(batch_id).status == status
+    assert play.batch(batch_id).errors["data"][0]["message"] == "The input file has more than 2 rows"  # type: ignore[index]
 
 
 def test_an_ended_batch_cannot_be_cancelled(play: Play) -> None:
@@ -354,8 +414,8 @@ def test_an_ended_batch_cannot_be_cancelled(play: Play) -> None:
 
 
 def test_an_expired_batch_keeps_what_succeeded_and_names_the_rest(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "WINDOW_ROWS", 5)
-    monkeypatch.setattr(batches, "MAX_UNFINISHED", 10)
+    monkeypatch.setattr(advancing, "WINDOW_ROWS", 5)
+    monkeypatch.setattr(advancing, "MAX_UNFINISHED", 10)
     batch_id = play.create(rows(12))
     play.steps(batch_id)
     play.work(batch_id, limit=3)

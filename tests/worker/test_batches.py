@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select, text, update
 from standardwebhooks import Webhook
 
 from app import batches, files, tables, tenants
@@ -19,7 +19,7 @@ from app.prompts import Prompts
 from app.rows import Desk
 from app.shelf import Shelf
 from app.vault import Vault
-from worker.batches import advance_batches, remove_strays
+from worker.batches import Clerk, advance_batches, remove_strays
 
 NUM_ROWS = 700
 """More than the two windows that are read before jobs end."""
@@ -137,11 +137,29 @@ def test_a_batch_that_cannot_be_advanced_holds_up_itself_alone(
     first, second = create(site, shelf, [row("a")]), create(site, shelf, [row("a")])
     shelf.broken = batch(site, first).input_file_id
     nudges: list[None] = []
-    advance_batches(site.db, site.redis, desk, shelf, nudge=lambda: nudges.append(None))
+    advance_batches(Clerk(site.db, desk, shelf), site.redis, nudge=lambda: nudges.append(None))
     assert batch(site, first).status == "validating"
     assert batch(site, second).status == "in_progress"
     assert nudges
     assert first in caplog.text
+
+
+def test_a_step_that_the_database_refuses_holds_up_its_batch_alone(
+    site: Any, shelf: Shelf, desk: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = create(site, shelf, [row("a")]), create(site, shelf, [row("a")])
+
+    set_status = batches.set_status
+
+    def refuse(session: Any, batch: Any, status: Any) -> None:
+        if batch.id == first:
+            session.execute(text("select 1 / 0"))
+        set_status(session, batch, status)
+
+    monkeypatch.setattr("app.batches.set_status", refuse)
+    advance_batches(Clerk(site.db, desk, shelf), site.redis, nudge=lambda: None)
+    assert (batch(site, first).status, batch(site, second).status) == ("validating", "in_progress")
+    assert first in caplog.text and second not in caplog.text
 
 
 def test_what_was_advanced_is_announced_after_the_commit(site: Any, shelf: Shelf, desk: Desk) -> None:
@@ -149,7 +167,7 @@ def test_what_was_advanced_is_announced_after_the_commit(site: Any, shelf: Shelf
     pubsub = site.redis.pubsub(ignore_subscribe_messages=True)
     pubsub.psubscribe("everbatch:events:*")
     pubsub.get_message(timeout=5)
-    advance_batches(site.db, site.redis, desk, shelf, nudge=lambda: None)
+    advance_batches(Clerk(site.db, desk, shelf), site.redis, nudge=lambda: None)
     with site.db.transaction() as session:
         ids = set(session.scalars(select(tables.Job.id).where(tables.Job.batch_id == batch_id)))
     announced = set()

@@ -18,6 +18,7 @@ from app.rows import Desk
 from app.settings import Settings
 from app.shelf import Shelf
 from app.tables import Job
+from worker.batches import Clerk
 
 UNKNOWN = f"batch_{'0' * 32}"
 MOMENTS = (
@@ -46,7 +47,7 @@ def create(call: Any, *rows: dict[str, Any], **fields: Any) -> Any:
 @pytest.fixture
 def run(db: Database, settings: Settings, model: Model, worker: Any) -> Callable[[str], None]:
     """Plays the io worker and the engine worker until a batch has ended."""
-    desk, shelf = Desk(settings, model, Prompts(model)), Shelf(settings)
+    clerk = Clerk(db, Desk(settings, model, Prompts(model)), Shelf(settings))
 
     def work(batch_id: str) -> None:
         with db.transaction() as session:
@@ -56,8 +57,8 @@ def run(db: Database, settings: Settings, model: Model, worker: Any) -> Callable
 
     def until_ended(batch_id: str) -> None:
         while True:
+            moved = clerk.advance(batch_id).moved
             with db.transaction() as session:
-                moved = batches.advance(session, desk, shelf, batch_id).moved
                 is_open = batch_id in batches.open_batches(session)
             if not is_open:
                 return
