@@ -8,7 +8,7 @@ BENCHMARKS = $(filter-out gpu_check,$(basename $(notdir $(sort $(wildcard benchm
 # Idle OpenMP threads sleep instead of spinning: these machines run a database and a broker beside the model.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo serve test test-all tested-model lint bench gpu-check lock
+.PHONY: setup demo serve test test-all tested-model lint bench storm gpu-check lock
 
 setup: $(INSTALLED)
 
@@ -45,6 +45,10 @@ lint: setup
 # Each script prints one JSON object as its last line.
 bench: setup
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+# Random faults under load: the same seed draws the same ones. What they broke is on the last line, and in the exit code.
+storm: setup
+	$(BIN)/python -m tests.fault.storm --seed $(or $(SEED),1) --minutes $(or $(MINUTES),10)
 
 # On a machine with a GPU and a torch of its own: installs nothing.
 gpu-check:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 from flask import Flask, Response, g, request
 from gunicorn.http.errors import ParseException
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
@@ -21,8 +21,8 @@ from app.errors import MalformedBody, PayloadTooLarge, Refusal, Unauthenticated,
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "application/problem+json"
-DATABASE_AWAY = (OperationalError, InterfaceError, PoolTimeout)
-"""What SQLAlchemy raises while the database does not answer, or answers nobody more."""
+DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
+"""What SQLAlchemy raises while the database does not answer, answers nobody more, or gave up on a transaction."""
 
 
 def register(app: Flask) -> None:

@@ -1,0 +1,132 @@
+"""What must hold after any faults: reads the database, what followers saw, and what the receiver of webhooks got."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from datetime import date
+
+from sqlalchemy import select, text
+from sqlalchemy.orm import Session, undefer
+
+from app import tables, usage
+from app.jobs import TERMINAL
+from app.settlements import usage_of
+from app.tables import Job
+from engine.echo import echo_token
+from tests.fault.load import Load, Order
+
+_ALL_DAYS = (date(2000, 1, 1), date(2999, 12, 31))
+_ENDED = frozenset(status.value for status in TERMINAL)
+
+
+def unfinished(session: Session) -> int:
+    """Jobs that have not ended, and deliveries and settlements that are still on their way."""
+    count: int = session.execute(
+        text(
+            "select (select count(*) from jobs where status in ('queued', 'running'))"
+            " + (select count(*) from deliveries where status in ('pending', 'sending'))"
+            " + (select count(*) from settlements)"
+        )
+    ).scalar_one()
+    return count
+
+
+def broken(session: Session, load: Load) -> list[str]:
+    """The promises that were broken, a line each, once all jobs have ended."""
+    found = session.scalars(select(Job).options(undefer(Job.output_text), undefer(Job.sampling)))
+    jobs = {job.id: job for job in found}
+    rows: dict[str, list[tables.Event]] = defaultdict(list)
+    for row in session.scalars(select(tables.Event).order_by(tables.Event.job_id, tables.Event.number)):
+        rows[row.job_id].append(row)
+    return [
+        *load.complaints,
+        *_lost_or_invented(load, jobs),
+        *(line for order in load.orders if order.job_id in jobs for line in _job(order, jobs[order.job_id])),
+        *(line for job in jobs.values() for line in _log(job, rows[job.id])),
+        *(line for order in load.orders for line in _followed(order, rows[order.job_id])),
+        *_bills(session, load, jobs),
+        *_webhooks(session, load, jobs),
+    ]
+
+
+def _lost_or_invented(load: Load, jobs: dict[str, Job]) -> Iterator[str]:
+    accepted = Counter(order.job_id for order in load.orders)
+    yield from (f"{job_id} was accepted and is lost" for job_id in accepted if job_id not in jobs)
+    yield from (f"{job_id} is in the database, and no client was told" for job_id in jobs if job_id not in accepted)
+    yield from (f"{job_id} was given to {count} clients" for job_id, count in accepted.items() if count > 1)
+
+
+def _job(order: Order, job: Job) -> Iterator[str]:
+    """No innocent job failed; what was answered holds."""
+    if job.status not in ("succeeded", "cancelled"):
+        yield f"{job.id} is {job.status}: {job.error}"
+    if order.cancelled and job.status != "cancelled":
+        yield f"{job.id} was cancelled and is {job.status}"
+    if job.status == "cancelled" and not order.cancelled:
+        yield f"{job.id} is cancelled, and nobody asked for it"
+    if job.status == "succeeded" and job.completion_tokens != order.max_tokens:
+        yield f"{job.id} has {job.completion_tokens} tokens of {order.max_tokens}"
+
+
+def _log(job: Job, rows: list[tables.Event]) -> Iterator[str]:
+    """Numbered 1..n, one terminal event and that the last, deltas that join to the result, tokens that are right."""
+    if [row.number for row in rows] != list(range(1, len(rows) + 1)):
+        yield f"{job.id} has events {[row.number for row in rows]}"
+    kinds = [row.kind for row in rows]
+    if [kind for kind in kinds if kind in _ENDED] != [job.status] or kinds[-1] != job.status:
+        yield f"{job.id} is {job.status} and its events are {kinds}"
+    attempts = [row.data["attempt"] for row in rows if row.kind == "running" and row.data]
+    if attempts != list(range(1, job.attempt + 1)):
+        yield f"{job.id} has attempt {job.attempt} and began attempts {attempts}"
+    if "".join(row.text or "" for row in rows) != job.output_text:
+        yield f"{job.id}: its deltas joined are not its result"
+    tokens = [token_id for row in rows for token_id in row.token_ids or ()]
+    seed = job.sampling["seed"]
+    if tokens != [echo_token(seed, job.prompt_tokens + place) for place in range(len(tokens))]:
+        yield f"{job.id} has tokens that no undisturbed run would have"
+    if len(tokens) != job.completion_tokens:
+        yield f"{job.id} has {len(tokens)} tokens and says {job.completion_tokens}"
+
+
+def _followed(order: Order, rows: list[tables.Event]) -> Iterator[str]:
+    """A follower got every event once, in order, with the very text that is stored."""
+    if order.events is None:
+        return
+    seen = [(event.number, event.kind, event.data.get("text")) for event in order.events]
+    if seen != [(row.number, row.kind, row.text if row.kind == "tokens" else None) for row in rows]:
+        yield f"the follower of {order.job_id} got {seen}"
+
+
+def _bills(session: Session, load: Load, jobs: dict[str, Job]) -> Iterator[str]:
+    """What tenants are charged is the sum of what their jobs say."""
+    for account in load.service.accounts:
+        days = usage.usage(session, account.tenant_id, *_ALL_DAYS)
+        billed = (sum(day.jobs for day in days), sum(day.total_tokens for day in days))
+        own = [job for job in jobs.values() if job.tenant_id == account.tenant_id]
+        if billed != (len(own), sum(usage_of(job)["total_tokens"] for job in own)):
+            yield f"{account.tenant_id} is charged {billed}, and its jobs say otherwise"
+
+
+def _webhooks(session: Session, load: Load, jobs: dict[str, Job]) -> Iterator[str]:
+    """One delivery for each end that wants one; at least one POST of it, signed; none of anything else."""
+    wanted = {order.job_id: order for order in load.orders if order.has_webhook}
+    deliveries = {row.id: row for row in session.scalars(select(tables.Delivery))}
+    counts = Counter(row.job_id for row in deliveries.values())
+    yield from (f"{job_id} has {counts[job_id]} deliveries" for job_id in wanted if counts[job_id] != 1)
+    yield from (f"{job_id} has a delivery that nobody wanted" for job_id in counts if job_id not in wanted)
+    yield from (f"delivery {row.id} is {row.status}" for row in deliveries.values() if row.status != "delivered")
+    posted = set()
+    for delivery_id, event in load.webhooks:
+        delivery = deliveries.get(delivery_id)
+        if delivery is None:
+            yield f"a webhook came with id {delivery_id}, which is none of ours"
+            continue
+        posted.add(delivery.id)
+        if event is None or event["data"]["id"] != delivery.job_id:
+            yield f"the webhook of {delivery.job_id} cannot be verified"
+        elif event["type"] != f"job.{jobs[delivery.job_id].status}":
+            yield f"the webhook of {delivery.job_id} says {event['type']}, and it is {jobs[delivery.job_id].status}"
+        elif event["data"]["usage"] != usage_of(jobs[delivery.job_id]):
+            yield f"the webhook of {delivery.job_id} says {event['data']['usage']}"
+    yield from (f"the webhook of {row.job_id} never came" for row in deliveries.values() if row.id not in posted)
