@@ -9,6 +9,7 @@ Source: Sheng et al., Fairness in serving large language models, OSDI 2024, algo
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from app.settlements import GENERATED_COST, PREFILLED_COST
+from app.tables import Job
 from app.tiers import Tier
 
 SUSPECT_DEATHS = 2
@@ -92,6 +94,37 @@ _FIRST_JOBS = text(
         and tenant_id = asked.tenant_id
         order by id limit :count
     ) as job
+    """
+)
+
+_OWN_BEFORE = text(
+    """
+    select count(*) from jobs
+    where status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier
+    and tenant_id = :tenant_id and id < :id
+    """
+)
+
+_HANDED_BACK_BEFORE = text(
+    """
+    select count(*) from jobs
+    where status = 'queued' and dispatch_number is null and handed_back and model = :model and tier = :tier
+    and (cast(:id as text) is null or id < :id)
+    """
+)
+
+_COUNT_FIRST = text(
+    """
+    select coalesce(sum(count), 0)::bigint
+    from unnest(cast(:tenant_ids as text[]), cast(:most as bigint[])) as asked (tenant_id, most)
+    cross join lateral (
+        select count(*) from (
+            select from jobs
+            where status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier
+            and tenant_id = asked.tenant_id
+            limit most
+        ) as first
+    ) as counted
     """
 )
 
@@ -209,6 +242,48 @@ def number_next(session: Session, model: str, tier: Tier, count: int) -> Numbere
     numbers = {row.id: row.number for row in rows}
     _keep_counters(session, line, tenants, [job for job in chosen if job.id in numbers], jobs)
     return [(job.id, numbers[job.id]) for job in chosen if job.id in numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How many jobs are to leave a line before one of it, as things stand."""
+
+    handed_back: int = 0
+    own: int = 0
+    """Of the same tenant."""
+    others: int = 0
+
+
+def ahead(session: Session, job: Job) -> Ahead:
+    """How many jobs leave the line before this one, which waits to be dispatched, if all cost what is expected."""
+    line = {"model": job.model, "tier": job.tier}
+    if job.handed_back:
+        return Ahead(handed_back=session.execute(_HANDED_BACK_BEFORE, line | {"id": job.id}).scalar_one())
+    handed_back: int = session.execute(_HANDED_BACK_BEFORE, line | {"id": None}).scalar_one()
+    own: int = session.execute(_OWN_BEFORE, line | {"tenant_id": job.tenant_id, "id": job.id}).scalar_one()
+    return Ahead(handed_back, own, _others_before(session, line, job, own))
+
+
+def _others_before(session: Session, line: dict[str, str], job: Job, own: int) -> int:
+    """Jobs of other tenants that are served before one that comes behind `own` jobs of its own tenant."""
+    tenants = _tenants(session, line)
+    if job.tenant_id not in tenants:
+        return 0  # it has just left the line
+    firsts = session.execute(_FIRST_JOBS, line | {"tenant_ids": list(tenants), "count": 1}).all()
+    costs = {
+        row.tenant_id: tenants[row.tenant_id].expected_cost(row.prompt_tokens, row.max_tokens)
+        / tenants[row.tenant_id].weight
+        for row in firsts
+    }
+    turn = tenants[job.tenant_id].served + own * costs.get(job.tenant_id, 0.0)
+    most = {
+        tenant_id: math.ceil((turn - tenants[tenant_id].served) / cost)
+        for tenant_id, cost in costs.items()
+        if tenant_id != job.tenant_id and tenants[tenant_id].served < turn
+    }
+    counted = {"tenant_ids": list(most), "most": list(most.values())}
+    others: int = session.execute(_COUNT_FIRST, line | counted).scalar_one()
+    return others
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import time
 
 from flask import Flask, Response, g, request
 
-from app.api import batches, errors, events, files, health, jobs, models, usage
+from app.api import batches, errors, events, files, health, jobs, models, usage, waiting
 from app.api.services import install, services
 from app.ids import new_id
 from app.settings import Settings, get_settings
@@ -19,6 +19,7 @@ _BLUEPRINTS = (
     files.blueprint,
     batches.blueprint,
     usage.blueprint,
+    waiting.blueprint,
 )
 
 

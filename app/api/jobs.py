@@ -8,7 +8,7 @@ from typing import Any
 
 from flask import Blueprint, Response, jsonify, request, url_for
 
-from app import jobs, submissions
+from app import jobs, submissions, waiting
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
 from app.api.pages import asked_page, checked_id, listing
@@ -19,6 +19,7 @@ from app.jobs import Idempotency, Status
 from app.settlements import usage_of
 from app.tables import Job
 from app.tiers import Plan
+from app.waiting import Wait
 
 blueprint = Blueprint("jobs", __name__, url_prefix="/v1/jobs")
 blueprint.before_request(authenticate)
@@ -80,7 +81,10 @@ def read(job_id: str) -> Response:
     with services().database.autocommit() as session:
         job = jobs.find(session, tenant().id, checked_id("job", job_id))
         jobs.add_progress(session, [job])
-        return jsonify(job_object(job))
+        shown = job_object(job)
+        if job.status == Status.QUEUED:
+            shown["queue"] = _wait_object(waiting.wait_of(session, job))
+        return jsonify(shown)
 
 
 @blueprint.delete("/<job_id>")
@@ -118,6 +122,15 @@ def job_object(job: Job) -> dict[str, Any]:
         "usage": usage_of(job),
         "error": job.error,
         "metadata": job.job_metadata,
+    }
+
+
+def _wait_object(wait: Wait) -> dict[str, Any]:
+    """What a job waits for, as clients see it."""
+    return {
+        "position": wait.position,
+        "estimated_start_at": _time(wait.estimated_start),
+        "reason": wait.reason,
     }
 
 

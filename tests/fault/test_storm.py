@@ -22,7 +22,8 @@ DAMAGES = {
         "is failed",
     ),
     "a gap in the events": (
-        "delete from events where (job_id, number) = (select job_id, number from events where kind = 'running' limit 1)",
+        "delete from events where (job_id, number) ="
+        " (select job_id, number from events where kind = 'running' limit 1)",
         "has events",
     ),
     "a second end": (
