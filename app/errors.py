@@ -9,6 +9,8 @@
     ├── PayloadTooLarge     413
     ├── KeyReused           422   an Idempotency-Key with another body
     ├── QueueFull           429   retryable
+    ├── RateLimited         429   retryable, in a minute
+    ├── QuotaExceeded       429   retryable, tomorrow
     └── Unavailable         503   retryable
     SetupError                    a process cannot start like this
 
@@ -25,12 +27,16 @@ class Refusal(Exception):
 
     code: ClassVar[str] = "refused"
     status: ClassVar[int] = 400
-    retry_after_s: ClassVar[int | None] = None
-    """Whole seconds a client should wait, where trying again can help; at most 60, or stock clients give up."""
+    retry_after_s: int | None = None
+    """Whole seconds a client should wait, where trying again can help; above 60 stock clients give up, rightly."""
 
-    def __init__(self, message: str | None = None, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str | None = None, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         self.message = message or (type(self).__doc__ or "").strip()
         self.param = param
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
         super().__init__(self.message)
 
 
@@ -89,6 +95,22 @@ class QueueFull(Refusal):
     code = "queue_full"
     status = 429
     retry_after_s = 5
+
+
+class RateLimited(Refusal):
+    """Too many requests in this minute."""
+
+    code = "rate_limit_exceeded"
+    status = 429
+    retry_after_s = 1
+
+
+class QuotaExceeded(Refusal):
+    """The tokens of today are used or reserved."""
+
+    code = "quota_exceeded"
+    status = 429
+    retry_after_s = 60
 
 
 class Unavailable(Refusal):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -21,7 +21,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session, undefer
 from sqlalchemy.orm.attributes import set_committed_value
 
-from app import db, settlements, tables, webhooks
+from app import db, limits, settlements, tables, webhooks
 from app.errors import Conflict, KeyReused, NotFound, QueueFull
 from app.events import Event
 from app.ids import new_id
@@ -75,6 +75,11 @@ class Submission:
     batch_id: str | None = None
     row_number: int | None = None
     custom_id: str | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """What the job may use, prompt and output together."""
+        return len(self.prompt_ids) + int(self.sampling["max_tokens"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,23 +244,28 @@ def submit(
     """Write a job in state queued. Returns it, its events to announce, and whether it is new.
 
     The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
-    Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs in line.
+    Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs in line, QuotaExceeded when
+    its tokens of today do not suffice for the most that the job may use.
     """
     job_id = new_id("job")
     if idempotency is not None and not _remember(session, tenant_id, idempotency, job_id):
         # Somebody used the key before, or at the same moment and has committed since: his job is the one. Nothing of
         # ours was written, and the next statement of a READ COMMITTED transaction sees what he wrote.
         return _remembered(session, tenant_id, idempotency), [], False
-    job = _new_job(job_id, tenant_id, submission, _admitted_at(session, tenant_id, max_queued))
+    moment = _admitted_at(session, tenant_id, max_queued)
+    is_reserved = limits.reserve(session, tenant_id, _day(moment), submission.most_tokens)
+    job = _new_job(job_id, tenant_id, submission, moment, is_reserved=is_reserved)
     session.add(job)
     session.flush()
     return job, [_first_event(session, job)], True
 
 
 def submit_rows(session: Session, tenant_id: str, rows: Sequence[Submission]) -> list[Event]:
-    """Write the jobs of a batch's rows, all in state queued."""
+    """Write the jobs of a batch's rows, in state queued. Raises QuotaExceeded when together they may use too much."""
     moment = db.now(session)
-    jobs = [_new_job(new_id("job"), tenant_id, row, moment) for row in rows]
+    most_tokens = sum(row.most_tokens for row in rows)
+    is_reserved = bool(rows) and limits.reserve(session, tenant_id, _day(moment), most_tokens)
+    jobs = [_new_job(new_id("job"), tenant_id, row, moment, is_reserved=is_reserved) for row in rows]
     session.add_all(jobs)
     session.flush()
     return [_first_event(session, job) for job in jobs]
@@ -295,7 +305,13 @@ def reject_row(
     return [first, *move(session, [job], Status.FAILED)]
 
 
-def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: datetime) -> Job:
+def _day(moment: datetime) -> date:
+    return moment.astimezone(UTC).date()
+
+
+def _new_job(
+    job_id: str, tenant_id: str, submission: Submission, moment: datetime, *, is_reserved: bool = False
+) -> Job:
     return Job(
         id=job_id,
         tenant_id=tenant_id,
@@ -315,6 +331,7 @@ def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: dateti
         tokens_at_death=0,
         handed_back=False,
         counter=0.0,
+        reserved_tokens=submission.most_tokens if is_reserved else 0,
         completion_tokens=0,
         batch_id=submission.batch_id,
         row_number=submission.row_number,

@@ -25,7 +25,7 @@ _FOLD = text(
     with settled as (
         delete from settlements
         where job_id in (select job_id from settlements order by job_id limit :limit for update skip locked)
-        returning tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost
+        returning tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, reserved_tokens
     ), billed as (
         insert into usage_days (tenant_id, day, model, tier, jobs, prompt_tokens, completion_tokens)
         select tenant_id, day, model, tier, count(*), sum(prompt_tokens), sum(completion_tokens)
@@ -34,6 +34,13 @@ _FOLD = text(
             jobs = usage_days.jobs + excluded.jobs,
             prompt_tokens = usage_days.prompt_tokens + excluded.prompt_tokens,
             completion_tokens = usage_days.completion_tokens + excluded.completion_tokens
+    ), released as (
+        update quota_days set used = used + used_tokens, reserved = reserved - released_tokens
+        from (
+            select tenant_id, day, sum(prompt_tokens + completion_tokens) as used_tokens,
+                sum(reserved_tokens) as released_tokens
+            from settled group by tenant_id, day
+        ) as days where quota_days.tenant_id = days.tenant_id and quota_days.day = days.day
     ), corrected as (
         update token_counters set
             served = served + owed / weight,
@@ -83,6 +90,7 @@ def settlement_of(job: Job) -> Settlement:
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
         charged_cost=job.charged_cost or 0.0,
+        reserved_tokens=job.reserved_tokens,
     )
 
 

@@ -75,6 +75,10 @@ class Tenant(Base):
     """Encrypted with the secret key; signs the tenant's webhooks."""
     weight: Mapped[float] = mapped_column(server_default=text("1"))
     """Its share of the tokens beside other tenants of a tier, above 0."""
+    tokens_per_day: Mapped[int | None] = mapped_column(BigInteger)
+    """Its quota: what its jobs of a day, in UTC, may use, prompts and outputs together; none: no quota."""
+    requests_per_minute: Mapped[int | None]
+    """POST requests that it may send in a minute; none: no limit."""
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
 
 
@@ -174,6 +178,8 @@ class Job(Base):
     """Its tenant's token counter as dispatch found it: the worker's engine goes on from it."""
     charged_cost: Mapped[float | None]
     """What the tenant's counter was charged at the first dispatch, in virtual tokens; the settlement corrects it."""
+    reserved_tokens: Mapped[int] = mapped_column(server_default=text("0"))
+    """What it may use at most, reserved of its tenant's quota for the day of its submission; 0 where there is none."""
 
     finish_reason: Mapped[str | None]
     output_text: Mapped[str | None] = mapped_column(ModelText, deferred=True)
@@ -240,6 +246,19 @@ class Settlement(Base):
     completion_tokens: Mapped[int]
     charged_cost: Mapped[float]
     """What the tenant's counter was charged for it at dispatch, in virtual tokens."""
+    reserved_tokens: Mapped[int]
+    """What it had reserved of the quota of its day."""
+
+
+class QuotaDay(Base):
+    """The tokens of a tenant with a quota on a day: reserved by jobs that have not been settled, and used."""
+
+    __tablename__ = "quota_days"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    day: Mapped[date] = mapped_column(primary_key=True)
+    reserved: Mapped[int] = mapped_column(BigInteger)
+    used: Mapped[int] = mapped_column(BigInteger)
 
 
 class UsageDay(Base):

@@ -73,6 +73,33 @@ def keys(session: Session) -> Sequence[tuple[ApiKey, Tenant]]:
     return [(key, tenant) for key, tenant in rows]
 
 
+def tenants(session: Session) -> Sequence[Tenant]:
+    """All tenants, oldest first."""
+    return session.scalars(select(Tenant).order_by(Tenant.id)).all()
+
+
+def set_limits(
+    session: Session,
+    name: str,
+    *,
+    weight: float | None = None,
+    tokens_per_day: int | None = None,
+    requests_per_minute: int | None = None,
+) -> Tenant:
+    """Change what a tenant may use; None leaves a limit as it is, and 0 lifts it. Raises NotFound."""
+    tenant = session.scalar(select(Tenant).where(Tenant.name == name).with_for_update())
+    if tenant is None:
+        raise NotFound(f"There is no tenant '{name}'")
+    if weight is not None:
+        tenant.weight = weight
+    if tokens_per_day is not None:
+        tenant.tokens_per_day = tokens_per_day or None
+    if requests_per_minute is not None:
+        tenant.requests_per_minute = requests_per_minute or None
+    session.flush()
+    return tenant
+
+
 def revoke(session: Session, prefix: str) -> None:
     """End a key at once. Raises NotFound."""
     revoked = session.execute(

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC
 from typing import BinaryIO
 
 import redis
@@ -19,10 +20,10 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, undefer
 
-from app import batches, db, events, files, jobs
+from app import batches, db, events, files, jobs, limits
 from app.batches import Status
 from app.db import Database
-from app.errors import InvalidRequest, NotFound, Refusal
+from app.errors import InvalidRequest, NotFound, QuotaExceeded, Refusal
 from app.events import Event
 from app.jobs import Submission
 from app.rows import Desk, Line, Row, count_rows, encoded, line_of_job, line_of_unread, read_lines, row_of
@@ -143,12 +144,18 @@ class Clerk:
             return self._change(seen, _failure("input_file_cut_off", "The input file is shorter than it was"))
 
         def write(session: Session, batch: Batch) -> list[Event]:
-            written = self._write_rows(session, batch, rows)
-            batch.rows_read += len(rows)
-            batch.lines_read, batch.bytes_read = lines[-1].number, lines[-1].end
+            taken, last = _affordable(session, batch, rows), lines[-1]
+            if len(taken) < len(rows):
+                last = next(line for line in lines if line.number == taken[-1][0].number)
+            written = self._write_rows(session, batch, taken)
+            batch.rows_read += len(taken)
+            batch.lines_read, batch.bytes_read = last.number, last.end
             return written
 
-        return self._change(seen, write)
+        try:
+            return self._change(seen, write)
+        except QuotaExceeded:
+            return WAITS  # for tomorrow
 
     def _write_rows(
         self, session: Session, batch: Batch, rows: Sequence[tuple[Row, Submission | Refusal]]
@@ -251,6 +258,33 @@ def _window(lines: Iterable[Line], start: int) -> Iterator[Line]:
         num_rows += not line.is_blank
         if num_rows == WINDOW_ROWS or line.end - start >= WINDOW_BYTES:
             return
+
+
+def _affordable(
+    session: Session, batch: Batch, rows: Sequence[tuple[Row, Submission | Refusal]]
+) -> list[tuple[Row, Submission | Refusal]]:
+    """The first rows for which the tenant's quota of today suffices; one that never fits into a day's is refused.
+
+    Raises QuotaExceeded when not even the first does.
+    """
+    room = limits.room(session, batch.tenant_id, db.now(session).astimezone(UTC).date())
+    if room is None:
+        return list(rows)
+    taken: list[tuple[Row, Submission | Refusal]] = []
+    left = room.left_today
+    for row, asked in rows:
+        tokens = asked.most_tokens if isinstance(asked, Submission) else 0
+        if tokens > room.tokens_per_day:
+            message = f"the row may use {tokens} tokens, of a quota of {room.tokens_per_day} a day"
+            taken.append((row, QuotaExceeded(message, param="body.max_tokens")))
+            continue
+        if tokens > left:
+            break
+        left -= tokens
+        taken.append((row, asked))
+    if not taken and rows:
+        raise QuotaExceeded
+    return taken
 
 
 def _twin(row: Row, first_lines: dict[str, int]) -> InvalidRequest | None:

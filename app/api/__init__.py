@@ -7,6 +7,7 @@ import time
 from flask import Flask, Response, g, request
 
 from app.api import batches, errors, events, files, health, jobs, models, usage, waiting
+from app.api.auth import rate_headers
 from app.api.services import install, services
 from app.ids import new_id
 from app.settings import Settings, get_settings
@@ -50,6 +51,7 @@ def _start() -> None:
 def _finish(response: Response) -> Response:
     """Headers of every answer, and its time."""
     response.headers["x-request-id"] = g.request_id
+    response.headers.update(rate_headers())
     response.headers.setdefault("Cache-Control", "no-store")
     response.headers["X-Content-Type-Options"] = "nosniff"
     # Where no route matched, path and method are the client's own words: labels of them would have no end.

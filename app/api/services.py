@@ -19,6 +19,7 @@ from app.db import Database
 from app.dispatch import Dispatcher
 from app.errors import SetupError
 from app.events import Event, Hub
+from app.limits import Rates
 from app.metrics import MetricsServer
 from app.models import Model
 from app.prompts import Prompts
@@ -44,6 +45,7 @@ class Services:
     hub: Hub
     dispatcher: Dispatcher
     streams: Streams
+    rates: Rates
     metrics: Metrics
     metrics_server: MetricsServer
 
@@ -121,6 +123,7 @@ class PerProcess:
             hub=Hub(client),
             dispatcher=Dispatcher(database, broker, self._model.name),
             streams=streams,
+            rates=Rates(self._redis_url),
             metrics=counted,
             metrics_server=MetricsServer(counted.registry, self.settings),
         )

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from app import embedded, tenants
+from app import tenants
 from app.cli.connection import home_option, json_option
-from app.db import Database, reason
-from app.errors import Refusal
-from app.settings import Settings
+from app.cli.operator import printable, settings_of, transaction
 from app.tiers import Plan
 from app.vault import Vault
 
@@ -33,7 +27,7 @@ def keys() -> None:
 @json_option
 def list_keys(home: Path | None, as_json: bool) -> None:
     """Show all keys by their prefixes, oldest first. --json prints each as one line."""
-    with _transaction(_settings(home)) as session:
+    with transaction(settings_of(home)) as session:
         found = tenants.keys(session)
     for key, tenant in found:
         if as_json:
@@ -52,22 +46,15 @@ def list_keys(home: Path | None, as_json: bool) -> None:
             )
 
 
-def _printable(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    """Callback of an argument that a line of a list is to show."""
-    if not (0 < len(value) <= _MAX_NAME_LENGTH and value.isprintable() and value.strip() == value):
-        raise click.BadParameter(f"{value!r} is not 1 to {_MAX_NAME_LENGTH} printable characters")
-    return value
-
-
 @keys.command()
-@click.argument("name", callback=_printable)
+@click.argument("name", callback=printable)
 @click.option("--plan", type=click.Choice([plan.value for plan in Plan]), required=True, help="What NAME has bought.")
 @home_option
 @json_option
 def create(name: str, plan: str, home: Path | None, as_json: bool) -> None:
     """Make a key for the tenant NAME, who is made too where there is none. It is shown this once."""
-    settings = _settings(home)
-    with _transaction(settings) as session:
+    settings = settings_of(home)
+    with transaction(settings) as session:
         _refuse_other_plan(session, name, plan)
         made = tenants.provision(session, Vault.open(settings), name=name, plan=Plan(plan))
     if as_json:
@@ -77,34 +64,14 @@ def create(name: str, plan: str, home: Path | None, as_json: bool) -> None:
 
 
 @keys.command()
-@click.argument("prefix", callback=_printable)
+@click.argument("prefix", callback=printable)
 @home_option
 @json_option
 def revoke(prefix: str, home: Path | None, as_json: bool) -> None:
     """End the key with this PREFIX at once; its jobs are kept."""
-    with _transaction(_settings(home)) as session:
+    with transaction(settings_of(home)) as session:
         tenants.revoke(session, prefix)
     click.echo(json.dumps({"prefix": prefix, "revoked": True}) if as_json else f"{prefix} revoked")
-
-
-def _settings(home: Path | None) -> Settings:
-    asked: dict[str, Any] = {} if home is None else {"home": home}
-    return Settings(**asked)
-
-
-@contextmanager
-def _transaction(settings: Settings) -> Iterator[Session]:
-    """One transaction on the service's database; what goes wrong there ends the command with one line."""
-    database = Database(embedded.running_database_url(settings))
-    try:
-        with database.transaction() as session:
-            yield session
-    except Refusal as error:
-        raise click.ClickException(error.message) from None
-    except SQLAlchemyError as error:
-        raise click.ClickException(f"The database does not do this: {reason(error)}") from None
-    finally:
-        database.close()
 
 
 def _refuse_other_plan(session: Session, name: str, plan: str) -> None:

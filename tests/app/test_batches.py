@@ -26,7 +26,7 @@ from app.prompts import Prompts
 from app.rows import Desk
 from app.settings import Settings
 from app.shelf import Shelf
-from app.tables import NOW, Batch, Delivery, Job
+from app.tables import NOW, Batch, Delivery, Job, Tenant
 from worker import batches as advancing
 from worker.batches import BATCH_LOCK, Clerk
 
@@ -502,3 +502,20 @@ def test_jobs_of_a_batch_expire_with_it(play: Play) -> None:
         job = session.scalars(select(Job).where(Job.batch_id == batch_id)).one()
         assert 0 < (job.deadline_at - clock.now(session)).total_seconds() <= 3600
         assert job.tier == "bulk"
+
+
+def test_a_batch_reads_as_many_rows_as_its_tenants_quota_allows(play: Play) -> None:
+    """Each may use 3 tokens of prompt and 2 of output; the day's quota is for two of them."""
+    lines = [row("a", "hey", max_tokens=2), row("b", "hey", max_tokens=2), row("big", "hey", max_tokens=50)]
+    with play.db.transaction() as session:
+        session.execute(update(Tenant).where(Tenant.id == play.tenant_id).values(tokens_per_day=11))
+    batch_id = play.create([*lines, row("c", "hey", max_tokens=2)])
+    play.steps(batch_id)
+    assert play.jobs(batch_id) == {"queued": 2, "failed": 1}, "the big one never fits, the last waits"
+    assert not play.step(batch_id)
+    with play.db.transaction() as session:
+        session.execute(update(Tenant).where(Tenant.id == play.tenant_id).values(tokens_per_day=15))
+    batch = play.run(batch_id)
+    assert (batch.status, play.counts(batch_id)) == (Status.COMPLETED, {"total": 4, "completed": 3, "failed": 1})
+    (refused,) = play.errors(batch)
+    assert refused["custom_id"] == "big" and refused["response"]["body"]["error"]["code"] == "quota_exceeded"
