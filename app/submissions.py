@@ -169,8 +169,11 @@ def parse(body: Mapping[str, Any]) -> JobRequest:
 
 
 def parse_row(endpoint: str, body: Mapping[str, Any]) -> JobRequest:
-    """The request that a batch row's body makes; endpoint is one of ROW_ENDPOINTS. Raises InvalidRequest."""
-    return validated(_ROWS[endpoint], body).as_job()
+    """The request that a batch row's body makes; endpoint is one of ROW_ENDPOINTS.
+
+    Raises InvalidRequest, which names the field as one of the row: body.prompt.
+    """
+    return validated(_ROWS[endpoint], body, within=("body",)).as_job()
 
 
 def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Prompts, settings: Settings) -> Submission:
@@ -231,16 +234,18 @@ def _max_tokens(request: JobRequest, prompt_tokens: int, context_length: int) ->
     return request.max_tokens
 
 
-def validated(schema: type[B], body: Mapping[str, Any]) -> B:
+def validated(schema: type[B], body: Mapping[str, Any], *, within: tuple[str, ...] = ()) -> B:
+    """The body as its schema; within says where it stands. Raises InvalidRequest, naming the first wrong field."""
     try:
         return schema.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _refusal(first, within) from None
 
 
-def _refusal(error: ErrorDetails) -> InvalidRequest:
-    """The first error of a body, with the field's path as the client wrote it."""
-    path = field_path(_as_written(error["loc"]))
+def _refusal(error: ErrorDetails, within: tuple[str, ...]) -> InvalidRequest:
+    """An error of a body, with the field's path as the client wrote it."""
+    path = field_path((*within, *_as_written(error["loc"])))
     match error["type"]:
         case "extra_forbidden":
             return InvalidRequest(f"There is no field '{path}'", param=path)
