@@ -90,7 +90,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise MalformedBody(f"The key '{field_path((twice,))}' stands twice in one object", param=field_path((twice,)))
+        path = field_path((_escaped(twice),))
+        raise MalformedBody(f"The key '{path}' stands twice in one object", param=path)
     return value
 
 
@@ -124,5 +125,7 @@ def _leaves(value: Any, location: tuple[str | int, ...]) -> Iterator[tuple[tuple
 
 
 def _escaped(segment: str | int) -> str | int:
-    """A key that is itself not allowed, in a spelling that is."""
-    return segment if isinstance(segment, int) else segment.encode("unicode_escape").decode("ascii")
+    """A key whose characters are not all allowed, in a spelling that is."""
+    if isinstance(segment, int):
+        return segment
+    return _UNSTORABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), segment)

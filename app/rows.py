@@ -125,17 +125,29 @@ class Desk:
     prompts: Prompts
 
     def submission_of(self, row: Row, endpoint: str) -> Submission:
-        """What a row asks for, as a job of the bulk tier. Raises Refusal."""
+        """What a row asks for, as a job of the bulk tier. Raises Refusal, which names a field as one of the row."""
         if isinstance(row.body, Refusal):
             raise row.body
-        submission = submissions.to_submission(
-            submissions.parse_row(endpoint, row.body),
-            plan=Plan.FREE,  # whatever the plan, the tier is bulk
-            model=self.model,
-            prompts=self.prompts,
-            settings=self.settings,
-        )
+        request = submissions.parse_row(endpoint, row.body)
+        try:
+            submission = submissions.to_submission(
+                request,
+                plan=Plan.FREE,  # whatever the plan, the tier is bulk
+                model=self.model,
+                prompts=self.prompts,
+                settings=self.settings,
+            )
+        except Refusal as refusal:
+            raise _of_body(refusal) from None
         return dataclasses.replace(submission, tier=Tier.BULK, row_number=row.number, custom_id=row.custom_id)
+
+
+def _of_body(refusal: Refusal) -> Refusal:
+    """A refusal with its field named as one of the row; its message begins with the field or does not hold it."""
+    if refusal.param is None:
+        return refusal
+    prefix = "body." if refusal.message.startswith(refusal.param) else ""
+    return type(refusal)(f"{prefix}{refusal.message}", param=f"body.{refusal.param}")
 
 
 # ---- lines of the output and the error file

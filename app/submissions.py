@@ -25,17 +25,15 @@ from app.tiers import Plan
 DEFAULT_MAX_TOKENS = 256
 """Where the client names none and so many fit."""
 MAX_DEADLINE_S = 30 * 86_400.0
-_TAG = "~"
-"""Starts the tags of our unions, so that they can be left out of a field's path."""
 
 
 def _kind(value: Any) -> str | None:
     """Which member of a union of a string and a list the client meant."""
     match value:
         case str():
-            return "~text"
+            return "text"
         case list() | tuple():
-            return "~list"
+            return "list"
     return None
 
 
@@ -58,13 +56,13 @@ MaxTokens = Annotated[int, Field(ge=1)]
 Messages = Annotated[list[ChatMessage], Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TextOrIds = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[int], Tag("~list")],
+    Annotated[str, Tag("text")] | Annotated[list[int], Tag("list")],
     Discriminator(
         _kind, custom_error_type="prompt_type", custom_error_message="Input should be a string or a list of token ids"
     ),
 ]
 StopStrings = Annotated[
-    Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=16), Tag("~list")],
+    Annotated[StopString, Tag("text")] | Annotated[list[StopString], Field(max_length=16), Tag("list")],
     Discriminator(
         _kind, custom_error_type="stop_type", custom_error_message="Input should be a string or a list of strings"
     ),
@@ -171,8 +169,11 @@ def parse(body: Mapping[str, Any]) -> JobRequest:
 
 
 def parse_row(endpoint: str, body: Mapping[str, Any]) -> JobRequest:
-    """The request that a batch row's body makes; endpoint is one of ROW_ENDPOINTS. Raises InvalidRequest."""
-    return validated(_ROWS[endpoint], body).as_job()
+    """The request that a batch row's body makes; endpoint is one of ROW_ENDPOINTS.
+
+    Raises InvalidRequest, which names the field as one of the row: body.prompt.
+    """
+    return validated(_ROWS[endpoint], body, within=("body",)).as_job()
 
 
 def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Prompts, settings: Settings) -> Submission:
@@ -233,17 +234,18 @@ def _max_tokens(request: JobRequest, prompt_tokens: int, context_length: int) ->
     return request.max_tokens
 
 
-def validated(schema: type[B], body: Mapping[str, Any]) -> B:
+def validated(schema: type[B], body: Mapping[str, Any], *, within: tuple[str, ...] = ()) -> B:
+    """The body as its schema; within says where it stands. Raises InvalidRequest, naming the first wrong field."""
     try:
         return schema.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _refusal(first, within) from None
 
 
-def _refusal(error: ErrorDetails) -> InvalidRequest:
-    """The first error of a body, with the field's path as the client wrote it."""
-    location = tuple(segment for segment in error["loc"] if not str(segment).startswith(_TAG) and segment != "[key]")
-    path = field_path(location)
+def _refusal(error: ErrorDetails, within: tuple[str, ...]) -> InvalidRequest:
+    """An error of a body, with the field's path as the client wrote it."""
+    path = field_path((*within, *_as_written(error["loc"])))
     match error["type"]:
         case "extra_forbidden":
             return InvalidRequest(f"There is no field '{path}'", param=path)
@@ -253,3 +255,13 @@ def _refusal(error: ErrorDetails) -> InvalidRequest:
             return InvalidRequest(f"{path}: input should be an object", param=path)
     message = error["msg"]
     return InvalidRequest(f"{path}: {message[:1].lower()}{message[1:]}", param=path)
+
+
+def _as_written(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Without what is not the client's: the tag of a union behind its field, and the mark behind a key of metadata."""
+    match location:
+        case ("prompt" | "stop" as field, str(), *inner):
+            return (field, *inner)
+        case ("metadata", key, "[key]"):
+            return ("metadata", key)
+    return location

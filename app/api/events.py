@@ -29,6 +29,8 @@ blueprint = Blueprint("events", __name__, url_prefix="/v1/jobs")
 blueprint.before_request(authenticate)
 
 _HEARTBEAT = b": hb\n"
+_MAX_NUMBER = 2**31 - 1
+"""Of an event: what its column holds."""
 
 
 @blueprint.get("/<job_id>/events")
@@ -57,7 +59,7 @@ def _resume_point() -> int:
         ("starting_after", request.args.get("starting_after")),
     ):
         if value:
-            if not re.fullmatch(r"[0-9]{1,18}", value):
+            if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) > _MAX_NUMBER:
                 raise InvalidRequest(f"{name} must be an event number", param=name)
             return int(value)
     return 0

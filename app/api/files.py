@@ -178,6 +178,8 @@ def _received() -> Iterator[_Form]:
         except ValueError as error:
             raise MalformedBody(f"The body is not multipart/form-data: {error}") from None
         for name in (*fields, *parts):
+            if name is None:
+                raise MalformedBody("A part has no name")
             if name not in ("purpose", "file"):
                 raise InvalidRequest(f"There is no field '{name[:64]}'", param=name[:64])
         if "file" not in parts:

@@ -91,7 +91,7 @@ def _endpoint(file: Path) -> str:
         first = next((line for line in lines if line.strip()), b"")
     try:
         return str(json.loads(first.decode("utf-8-sig"))["url"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return _CHAT  # a bad row: it comes back in the error file
 
 

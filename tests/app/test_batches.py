@@ -203,7 +203,7 @@ def test_as_many_lines_come_out_as_rows_went_in(play: Play) -> None:
         assert message.startswith(f"line {number}: ")
         assert names in message
     params = [line["response"]["body"]["error"]["param"] for line in errors]
-    assert params == [None, "custom_id", "prompt", "method", "custom_id", "stream"]
+    assert params == [None, "custom_id", "body.prompt", "method", "custom_id", "body.stream"]
     assert len({line["id"] for line in output + errors}) == 320
 
 

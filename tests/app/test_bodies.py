@@ -70,6 +70,16 @@ def test_a_value_that_cannot_be_held_is_refused_by_its_path(raw: bytes, path: st
 
 
 @pytest.mark.parametrize(
+    ("key", "path"), [("\\u0000", "\\x00"), ("\\ud800", "\\ud800"), ("a\\u0000ü", "a\\x00ü"), ("ü", "ü")]
+)
+def test_a_key_that_stands_twice_is_named_in_a_spelling_that_can_be_held(key: str, path: str) -> None:
+    with pytest.raises(MalformedBody) as refusal:
+        parse(f'{{"{key}":1,"{key}":2}}'.encode())
+    assert refusal.value.param == path
+    assert refusal.value.message == f"The key '{path}' stands twice in one object"
+
+
+@pytest.mark.parametrize(
     ("location", "path"),
     [
         (("a",), "a"),

@@ -152,6 +152,30 @@ def test_a_bad_row_names_its_field_and_keeps_its_custom_id(
     assert names in refusal_of(desk, content)[1]
 
 
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"prompt": "hi", "max_tokens": 0}, "max_tokens", "body.max_tokens: input should"),
+        ({"prompt": "hi", "max_tokens": 9_000}, "max_tokens", "body.max_tokens may be at most 8190"),
+        ({"prompt": "hi", "max_tokens": 10**30}, "max_tokens", "body.max_tokens: a number must be finite"),
+        ({"prompt": ""}, "prompt", "body.prompt must not be empty"),
+        ({"prompt": [1, 999]}, "prompt[1]", "body.prompt[1] is 999"),
+        ({}, "prompt", "body.prompt is missing"),
+        ({"prompt": "hi", "foo": 1}, "foo", "There is no field 'body.foo'"),
+        ({"prompt": "hi", "model": "gpt-5"}, "model", "There is no model 'gpt-5'"),
+        ({"prompt": "hi", "service_tier": "gold"}, "service_tier", "body.service_tier must be one of"),
+    ],
+)
+def test_every_wrong_field_of_a_body_is_named_as_one_of_the_row(
+    desk: Desk, body: dict[str, object], field: str, message: str
+) -> None:
+    read = row_of(Line(7, 0, row(body=body), is_blank=False), endpoint=ENDPOINT, max_bytes=10_000)
+    with pytest.raises(Refusal) as refusal:
+        desk.submission_of(read, ENDPOINT)
+    assert refusal.value.param == f"body.{field}"
+    assert refusal.value.message.startswith(message)
+
+
 def test_lines_are_ascii_so_that_no_reader_splits_them() -> None:
     line = {"text": "a\u2028b\u0085c\0d\n\U0001f600"}
     assert encoded(line).isascii()

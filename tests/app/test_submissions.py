@@ -73,7 +73,7 @@ def test_the_newer_name_of_max_tokens_wins(convert: Any) -> None:
 def test_a_wrong_row_is_refused_by_the_name_of_its_field(endpoint: str, body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         submissions.parse_row(endpoint, body)
-    assert refusal.value.param == field
+    assert refusal.value.param == f"body.{field}"
 
 
 def test_a_row_with_another_model_is_refused(convert: Any) -> None:

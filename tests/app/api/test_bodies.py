@@ -147,6 +147,9 @@ WRONG = [
     (body(metadata={str(n): "v" for n in range(17)}), "metadata"),
     (body(metadata={"k\0": "v"}), "metadata.k\\x00"),
     (body(metadata={"k" * 65: "v"}), "metadata." + "k" * 64 + "…"),
+    (body(metadata={"": "v"}), "metadata."),
+    (body(metadata={"~k": 1}), "metadata.~k"),
+    (body(metadata={"[key]": 1}), "metadata.[key]"),
     (body(webhook="https://example.com"), "webhook"),
     (body(webhook={}), "webhook.url"),
     (body(webhook={"url": 5}), "webhook.url"),
@@ -161,6 +164,8 @@ WRONG = [
     (raw("deadline", "NaN"), "deadline"),
     # fields that are not the client's to set
     *[(body(**{name: "x"}), name) for name in ("id", "status", "tier", "tenant_id", "priority", "attempt", "unknown")],
+    *[(body(**{name: "x"}), name) for name in ("~foo", "[key]", "text")],
+    (chat({"role": "user", "content": "hi", "~foo": 1}), "messages[0].~foo"),
     (body(n=2), "n"),
     (body(stream=True), "stream"),
     (b'{"prompt": "hi", "\\ud800": 1}', "\\ud800"),
@@ -175,6 +180,11 @@ def test_a_wrong_field_is_a_422_that_names_it(call: Any, content: bytes, field: 
     assert (answer.status_code, error["param"]) == (422, field), error
     assert error["message"]
     assert len(answer.get_data()) < 2000  # no refusal sends the body back
+
+
+def test_a_field_that_is_not_there_is_named_as_it_was_sent(call: Any) -> None:
+    answer = call("POST", "/v1/jobs", data=body(**{"~foo": 1}))
+    assert answer.get_json()["error"]["message"] == "There is no field '~foo'"
 
 
 RIGHT = [

@@ -16,6 +16,7 @@ from app.api.services import services_of
 from app.settings import Settings
 
 CUT_OFF = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\ncut of'
+NAMELESS = CUT_OFF.replace(b' name="file";', b"") + b"\r\n--b--\r\n"
 UNKNOWN = f"file_{'0' * 32}"
 
 
@@ -132,6 +133,8 @@ def test_a_wrong_form_is_refused_by_its_field(
         (b"x", "multipart/form-data"),  # no boundary
         (b"x", "multipart/form-data; boundary=b"),
         (CUT_OFF, "multipart/form-data; boundary=b"),
+        (NAMELESS, "multipart/form-data; boundary=b"),
+        (NAMELESS.replace(b' filename="a"', b""), "multipart/form-data; boundary=b"),
     ],
 )
 def test_what_is_no_form_is_malformed(call: Any, settings: Settings, body: bytes, content_type: str) -> None:

@@ -7,6 +7,9 @@ import json
 import signal
 import socket
 import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -63,7 +66,7 @@ def metrics_url(server: Any) -> str:
 
 
 def test_it_serves_also_when_loaded_before_the_fork(serving: Any, settings: Settings, owner: Any) -> None:
-    """And with gunicorn's own worker: nothing but the quick end of streams depends on ours."""
+    """And with gunicorn's own worker: nothing but the quick end of streams, and of slow clients, depends on ours."""
     with serving(settings, "--preload", "--worker-class", "gthread") as server:
         headers = {"Authorization": f"Bearer {owner.key}"}
         answer = httpx.post(f"{server.url}/v1/jobs", json={"prompt": "hi"}, headers=headers, trust_env=False)
@@ -81,6 +84,105 @@ def test_a_large_body_is_refused_while_it_comes(server: Any, owner: Any) -> None
     headers = {"Authorization": f"Bearer {owner.key}"}
     answer = httpx.post(f"{server.url}/v1/jobs", content=pieces(), headers=headers, trust_env=False)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
+
+
+HALF = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+WHOLE = HALF + b"\r\n"
+
+
+def connect(server: Any) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=20)
+
+
+def is_healthy(server: Any) -> bool:
+    return httpx.get(f"{server.url}/healthz", trust_env=False, timeout=5).status_code == 200
+
+
+def answers(connection: socket.socket, number: int) -> bool:
+    """Whether so many answers of /healthz come, one behind the other."""
+    seen = b""
+    while seen.count(b"HTTP/1.1 200 ") < number or not seen.endswith(b"}\n"):
+        if not (piece := connection.recv(65_536)):
+            return False
+        seen += piece
+    return True
+
+
+@pytest.fixture
+def connections(server: Any) -> Iterator[Callable[[int], list[socket.socket]]]:
+    """Opens connections to the server."""
+    with ExitStack() as opened:
+        yield lambda number: [opened.enter_context(connect(server)) for _ in range(number)]
+
+
+def test_half_requests_hold_no_thread_and_end_in_time(server: Any, connections: Any) -> None:
+    silent, half, second = connections(40), connections(40), connections(40)  # the server has 34 threads
+    for connection in half:
+        connection.sendall(HALF)
+    for connection in second:
+        connection.sendall(WHOLE + HALF)
+    assert all(answers(connection, 1) for connection in second)
+    assert is_healthy(server)
+    assert [connection.recv(1) for connection in silent + half + second] == [b""] * 120  # within their 20 s
+
+
+def test_a_head_that_comes_byte_by_byte_does_not_get_more_time(connections: Any) -> None:
+    (connection,) = connections(1)
+    connection.sendall(HALF + b"X: ")
+    with pytest.raises(OSError):  # 10 s are what a head may take in all
+        for _ in range(40):
+            connection.sendall(b"x")
+            threading.Event().wait(0.5)
+
+
+def test_a_head_in_pieces_and_two_requests_at_once_are_answered(connections: Any) -> None:
+    (connection,) = connections(1)
+    for piece in (HALF[:9], HALF[9:], b"\r", b"\n" + WHOLE + HALF):
+        connection.sendall(piece)
+        threading.Event().wait(0.05)
+    assert answers(connection, 2)
+    connection.sendall(b"\r\n")
+    assert answers(connection, 1)
+
+
+def test_a_head_without_an_end_is_refused(connections: Any) -> None:
+    (connection,) = connections(1)
+    connection.sendall(HALF + b"X: " + b"x" * 70_000)
+    assert connection.recv(65_536).startswith(b"HTTP/1.1 431 ")
+
+
+def test_clients_that_do_not_close_hold_up_nobody(server: Any, connections: Any) -> None:
+    for connection in connections(20):
+        connection.sendall(HALF + b"Connection: close\r\n\r\n")
+        assert answers(connection, 1)
+    assert is_healthy(server)
+
+
+def test_too_many_half_requests_close_the_oldest(serving: Any, settings: Settings) -> None:
+    with serving(settings.model_copy(update={"api_threads": 8}), "--worker-connections", "20") as server:
+        with ExitStack() as opened:
+            half = []
+            for _ in range(14):
+                half.append(opened.enter_context(connect(server)))
+                half[-1].sendall(HALF)
+            assert [connection.recv(1) for connection in half[:4]] == [b""] * 4
+            assert is_healthy(server)  # the 15th
+            for connection in half[5:]:
+                connection.sendall(b"\r\n")
+                assert answers(connection, 1)
+
+
+@pytest.mark.slow  # it waits for the 30 s that a body may pause
+def test_a_body_that_stops_is_refused(connections: Any, owner: Any) -> None:
+    moving, stopped = connections(2)
+    for connection in (moving, stopped):
+        head = f"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {owner.key}\r\nContent-Length: 15\r\n\r\n"
+        connection.sendall(head.encode())
+    for byte in b'{"prompt":"ab"}':
+        moving.sendall(bytes([byte]))
+        threading.Event().wait(2.5)
+    assert moving.recv(65_536).startswith(b"HTTP/1.1 202 ")
+    assert stopped.recv(65_536).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_model_that_cannot_be_served_ends_the_start_with_one_line(serving: Any, settings: Settings) -> None:

@@ -54,6 +54,12 @@ def test_bad_row_goes_to_the_error_file_and_into_the_exit_code(everbatch: Everba
     assert _ids(Path("bad.jsonl")) == ["bad"]
 
 
+def test_first_row_that_nobody_can_read_goes_to_the_error_file(everbatch: Everbatch, requests: Path) -> None:
+    requests.write_text("[" * 200_000 + "\n")
+    ran = everbatch("batch", "run", str(requests))
+    assert (ran.exit_code, _ids(Path("requests.errors.jsonl"))) == (1, [None])
+
+
 def test_files_can_be_fetched_again(everbatch: Everbatch, requests: Path) -> None:
     batch_id = everbatch("batch", "run", str(requests)).stdout.split()[0]
     fetched = everbatch("batch", "fetch", batch_id)

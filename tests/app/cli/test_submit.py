@@ -84,6 +84,16 @@ def test_bar_on_a_terminal_leaves_the_redirected_text_alone(service: Ready, serv
     assert len(text.read_bytes()) == 300 + len("\n")
 
 
+def test_output_that_cannot_be_written_ends_with_one_line(service: Ready, service_home: Path) -> None:
+    command = [sys.executable, "-m", "app.cli", "submit", "x", "--max-tokens", "3", "--watch"]
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=_shell(service_home), text=True)
+    assert ended.returncode == 1
+    queued, error = ended.stderr.splitlines()
+    assert "queued" in queued
+    assert error == "Error: [Errno 28] No space left on device"
+
+
 def _shell(home: Path) -> dict[str, str]:
     return {**os.environ, "EVERBATCH_HOME": str(home), "TERM": "xterm", "COLUMNS": "100"}
 
