@@ -257,7 +257,7 @@ class Scheduler:
             self._cached_tokens += match.num_tokens
         self._batch.join(newcomer, match, expected_end=self._admission.expected_end(newcomer), step=step)
         fresh = len(newcomer.request.prompt_ids) - max(match.num_tokens, newcomer.num_seen)
-        self._policy.charge(newcomer.request, now=self._now, prefilled=max(fresh, 1))
+        self._policy.join(newcomer.request, prefilled=max(fresh, 1))
         return self._piece(newcomer, budget, is_contested=is_contested)
 
     def _piece(self, sequence: Sequence, budget: Budget, *, is_contested: bool) -> Piece | None:
@@ -335,10 +335,10 @@ class Scheduler:
         self._steps += 1
         self._slot_steps += len(plan)
         num_decodes = len(decodes.sequences)
-        gained = self._batch.commit_decodes(decodes, sampled_ids[:num_decodes])
-        gained += self._commit_pieces(pieces, sampled_ids[num_decodes:])
-        self._charge([sequence for sequence, _ in gained])
-        return self._append(gained)
+        decoded = self._batch.commit_decodes(decodes, sampled_ids[:num_decodes])
+        begun = self._commit_pieces(pieces, sampled_ids[num_decodes:])
+        self._tell_policy([sequence for sequence, _ in decoded], pieces)
+        return self._append(decoded + begun)
 
     def _commit_pieces(self, pieces: Items[Piece], sampled_ids: Items[int]) -> list[tuple[Sequence, int]]:
         """Who gained which token; those that were aborted meanwhile did not."""
@@ -356,12 +356,21 @@ class Scheduler:
                 gained.append((sequence, token_id))
         return gained
 
-    def _charge(self, sequences: Items[Sequence]) -> None:
-        """Tell the policy that each of these generated a token: once for each queue."""
-        queues = [sequence.queue for sequence in sequences]
-        one_of = dict(zip(queues, sequences, strict=True))
-        for queue, count in Counter(queues).items():
-            self._policy.charge(one_of[queue].request, now=self._now, generated=count)
+    def _tell_policy(self, decoded: Items[Sequence], pieces: Items[Piece]) -> None:
+        """What each queue was served by the step: a token computed and one generated for each that decoded."""
+        queues = [sequence.queue for sequence in decoded]
+        one_of = dict(zip(queues, decoded, strict=True))
+        computed = Counter(queues)
+        generated = computed.copy()
+        for piece in pieces:
+            sequence = piece.sequence
+            if sequence.state is State.ENDED:
+                continue
+            one_of[sequence.queue] = sequence
+            computed[sequence.queue] += piece.count
+            generated[sequence.queue] += piece.is_last
+        for queue, count in computed.items():
+            self._policy.serve(one_of[queue].request, now=self._now, computed=count, generated=generated[queue])
 
     def _append(self, gained: Items[tuple[Sequence, int]]) -> list[Progress]:
         """Book tokens of sequences that decode. A thousand of them are seen at every step: few are called upon."""
