@@ -27,6 +27,9 @@ from engine.sequence import Sequence, State
 from engine.step import Progress, StepPlan
 from engine.waiting import Turn, WaitingLine, Walk
 
+_SPARE_DEADLINES = 64
+"""Deadlines of requests that ended, beyond one for each that lives, that are always tolerated."""
+
 
 class Scheduler:
     """Plans steps and books their results: `plan`, compute, `commit`, again."""
@@ -52,7 +55,7 @@ class Scheduler:
         self._waiting = WaitingLine(self._policy, limits)
         self._batch = Batch(limits, secret=secret)
         self._admission = Admission(limits, self._batch, self._policy, self._lengths)
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; those that ended stay until their time
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap of (deadline, number, id), of some that ended too
         self._planned: tuple[Decodes, list[Piece]] | None = None  # not yet committed
         self._planned_work = Work()
         self._was_prefill = False  # whether the last step computed prompts
@@ -121,7 +124,7 @@ class Scheduler:
         self._waiting.check_room(len(request.prompt_ids))
         self._live[request.id] = sequence
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, sequence.number, sequence))
+            heapq.heappush(self._deadlines, (request.deadline, sequence.number, request.id))
         self._policy.arrive(request, is_idle=self._is_idle(sequence))
         self._waiting.add(sequence)
         return None
@@ -141,11 +144,21 @@ class Scheduler:
         """End the requests whose deadline has passed."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, sequence = heapq.heappop(self._deadlines)
-            if sequence.state is not State.ENDED:
-                self._end(sequence)
-                expired.append(Progress(sequence.request.id, finish=Finish.EXPIRED))
+            _, number, request_id = heapq.heappop(self._deadlines)
+            if self._is_live(request_id, number):
+                self._end(self._live[request_id])
+                expired.append(Progress(request_id, finish=Finish.EXPIRED))
         return expired
+
+    def _is_live(self, request_id: str, number: int) -> bool:
+        """Whether the request of this arrival lives; another one may have come by the same name."""
+        sequence = self._live.get(request_id)
+        return sequence is not None and sequence.number == number
+
+    def _forget_deadlines(self) -> None:
+        """Drop those of requests that ended: most end long before, and the heap would grow until then."""
+        self._deadlines = [entry for entry in self._deadlines if self._is_live(entry[2], entry[1])]
+        heapq.heapify(self._deadlines)
 
     def _problem_of(self, request: Request) -> str | None:
         """Why it cannot be computed."""
@@ -312,6 +325,8 @@ class Scheduler:
             self._batch.leave(sequence)
         sequence.state = State.ENDED
         del self._live[sequence.request.id]
+        if len(self._deadlines) > 2 * len(self._live) + _SPARE_DEADLINES:
+            self._forget_deadlines()
         if self._is_idle(sequence):
             self._waiting.forget(sequence.queue)
             self._policy.depart(sequence.request)

@@ -258,10 +258,12 @@ def test_what_a_tenant_was_served_elsewhere_counts_here(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tenants_that_went_are_not_remembered_for_ever(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.policies.fair.MAX_IDLE", 10)
+    monkeypatch.setattr("engine.scheduler._SPARE_DEADLINES", 10)
     made = POLICIES[policy]()
     scheduler, rng, now = Scheduler(make_limits(), policy=made), random.Random(0), 0.0
     for number in range(200):
-        scheduler.add(arrival(rng, number, now, f"tenant {number}", number % 3, (1, 40), (1, 10)).request, now)
+        request = arrival(rng, number, now, f"tenant {number}", number % 3, (1, 40), (1, 10)).request
+        scheduler.add(dataclasses.replace(request, deadline=86_400.0), now)
         if number % 4 == 0:
             now = step(scheduler, now)
     while scheduler.stats().running + scheduler.stats().waiting:

@@ -7,6 +7,7 @@ wrong block, or over somebody else's, changes what comes out.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.limits import Limits, Preemption, Prefill
 from engine.policies import POLICIES
 from engine.request import Finish, Request, Sampling
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence as TokenLine
 from engine.step import Moves, Progress, StepPlan
 from engine.waiting import QueueFullError
 
@@ -612,6 +614,26 @@ def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
         ("waiting", Finish.EXPIRED),
     ]
     bench.run()
+
+
+def test_a_deadline_is_of_one_arrival_not_of_the_next_by_the_same_name() -> None:
+    bench = Bench()
+    bench.add("a", deadline=5.0, max_tokens=50)
+    bench.scheduler.abort("a")
+    bench.add("a", deadline=9.0, max_tokens=50)
+    assert bench.scheduler.expire(5.0) == []
+    assert [each.request_id for each in bench.scheduler.expire(9.0)] == ["a"]
+
+
+def test_what_ended_is_not_kept_until_its_deadline() -> None:
+    bench = Bench()
+    for number in range(300):
+        bench.add(f"ended {number}", deadline=86_400.0, max_tokens=1)
+        bench.step()
+    bench.add("lives", deadline=5.0, max_tokens=50)
+    held = [each.request.id for each in gc.get_objects() if type(each) is TokenLine]
+    assert not [name for name in held if name.startswith("ended")]
+    assert [each.request_id for each in bench.scheduler.expire(5.0)] == ["lives"]
 
 
 @pytest.mark.parametrize(
