@@ -23,7 +23,7 @@ from engine.request import Finish, Request, Sampling
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as TokenLine
 from engine.step import Moves, Progress, StepPlan
-from engine.waiting import QueueFullError
+from engine.waiting import MAX_PASSED_BY, QueueFullError
 
 EOS = 0
 VOCABULARY = 23
@@ -587,6 +587,18 @@ def test_a_tenant_holds_no_more_slots_than_its_cap() -> None:
         bench.add(name, tenant="a")
     bench.add("b1", tenant="b")
     assert [name for name, _ in bench.step()] == ["a1", "a2", "b1"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("limits", [{"max_tenant_seqs": 1}, {"prefix_cache": True}])
+def test_those_who_wait_for_a_slot_or_a_prefix_do_not_hold_up_others(policy: str, limits: dict[str, Any]) -> None:
+    bench = Bench(slots=4, budget=8, num_blocks=256, policy=policy, **limits)
+    for number in range(2 * MAX_PASSED_BY):
+        bench.add(f"many{number}", prompt=40, start=0, max_tokens=40, tenant="many", rank=1)
+    bench.step()
+    for rank in (0, 1):
+        bench.add(f"other{rank}", prompt=2, tenant="other" * rank, rank=rank)
+    assert {"other0", "other1"} <= {name for _ in range(3) for name, _ in bench.step()}
 
 
 @pytest.mark.parametrize(
