@@ -29,12 +29,15 @@ class Admission:
         self._policy = policy
         self._lengths = lengths
 
+    def is_capped(self, tenant: str) -> bool:
+        """Whether a tenant has all the slots that it may hold."""
+        cap = self._limits.max_tenant_seqs
+        return cap is not None and self._batch.by_tenant[tenant] >= cap
+
     def must_wait(self, newcomer: Sequence, match: Match, *, step: int) -> bool:
-        """Whether somebody computes a block that it could share, its tenant has all its slots, or it just yielded."""
-        cap, tenant = self._limits.max_tenant_seqs, newcomer.request.tenant
-        is_capped = cap is not None and self._batch.by_tenant[tenant] >= cap
+        """Whether somebody computes a block that it could share, or it just yielded."""
         has_maker = match.maker is not None and match.maker.rank <= newcomer.rank
-        return is_capped or has_maker or newcomer.left_step == step
+        return has_maker or newcomer.left_step == step
 
     def victims_for(self, newcomer: Sequence, match: Match, *, step: int, spared: set[int]) -> list[Sequence] | None:
         """Who must yield for a waiting sequence: nobody (empty), the cheapest of high ranks, or it stays (None).

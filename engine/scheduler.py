@@ -27,6 +27,9 @@ from engine.sequence import Sequence, State
 from engine.step import Progress, StepPlan
 from engine.waiting import Turn, WaitingLine, Walk
 
+_SPARE_DEADLINES = 64
+"""Deadlines of requests that ended, beyond one for each that lives, that are always tolerated."""
+
 
 class Scheduler:
     """Plans steps and books their results: `plan`, compute, `commit`, again."""
@@ -52,7 +55,7 @@ class Scheduler:
         self._waiting = WaitingLine(self._policy, limits)
         self._batch = Batch(limits, secret=secret)
         self._admission = Admission(limits, self._batch, self._policy, self._lengths)
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; those that ended stay until their time
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap of (deadline, number, id), of some that ended too
         self._planned: tuple[Decodes, list[Piece]] | None = None  # not yet committed
         self._planned_work = Work()
         self._was_prefill = False  # whether the last step computed prompts
@@ -121,7 +124,7 @@ class Scheduler:
         self._waiting.check_room(len(request.prompt_ids))
         self._live[request.id] = sequence
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, sequence.number, sequence))
+            heapq.heappush(self._deadlines, (request.deadline, sequence.number, request.id))
         self._policy.arrive(request, is_idle=self._is_idle(sequence))
         self._waiting.add(sequence)
         return None
@@ -141,11 +144,21 @@ class Scheduler:
         """End the requests whose deadline has passed."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, sequence = heapq.heappop(self._deadlines)
-            if sequence.state is not State.ENDED:
-                self._end(sequence)
-                expired.append(Progress(sequence.request.id, finish=Finish.EXPIRED))
+            _, number, request_id = heapq.heappop(self._deadlines)
+            if self._is_live(request_id, number):
+                self._end(self._live[request_id])
+                expired.append(Progress(request_id, finish=Finish.EXPIRED))
         return expired
+
+    def _is_live(self, request_id: str, number: int) -> bool:
+        """Whether the request of this arrival lives; another one may have come by the same name."""
+        sequence = self._live.get(request_id)
+        return sequence is not None and sequence.number == number
+
+    def _forget_deadlines(self) -> None:
+        """Drop those of requests that ended: most end long before, and the heap would grow until then."""
+        self._deadlines = [entry for entry in self._deadlines if self._is_live(entry[2], entry[1])]
+        heapq.heapify(self._deadlines)
 
     def _problem_of(self, request: Request) -> str | None:
         """Why it cannot be computed."""
@@ -237,6 +250,9 @@ class Scheduler:
         self, newcomer: Sequence, walk: Walk, budget: Budget, pieces: list[Piece], *, is_contested: bool
     ) -> Piece | None:
         """A slot, blocks and a first piece for a waiting sequence, or None: the walk then knows why it stays."""
+        if self._admission.is_capped(newcomer.request.tenant):
+            walk.leave_out(newcomer)
+            return None
         match, step = self._batch.memory.match(newcomer), self._steps + 1
         if self._admission.must_wait(newcomer, match, step=step):
             walk.pass_by(newcomer)
@@ -257,7 +273,7 @@ class Scheduler:
             self._cached_tokens += match.num_tokens
         self._batch.join(newcomer, match, expected_end=self._admission.expected_end(newcomer), step=step)
         fresh = len(newcomer.request.prompt_ids) - max(match.num_tokens, newcomer.num_seen)
-        self._policy.charge(newcomer.request, now=self._now, prefilled=max(fresh, 1))
+        self._policy.join(newcomer.request, prefilled=max(fresh, 1))
         return self._piece(newcomer, budget, is_contested=is_contested)
 
     def _piece(self, sequence: Sequence, budget: Budget, *, is_contested: bool) -> Piece | None:
@@ -312,6 +328,8 @@ class Scheduler:
             self._batch.leave(sequence)
         sequence.state = State.ENDED
         del self._live[sequence.request.id]
+        if len(self._deadlines) > 2 * len(self._live) + _SPARE_DEADLINES:
+            self._forget_deadlines()
         if self._is_idle(sequence):
             self._waiting.forget(sequence.queue)
             self._policy.depart(sequence.request)
@@ -335,10 +353,10 @@ class Scheduler:
         self._steps += 1
         self._slot_steps += len(plan)
         num_decodes = len(decodes.sequences)
-        gained = self._batch.commit_decodes(decodes, sampled_ids[:num_decodes])
-        gained += self._commit_pieces(pieces, sampled_ids[num_decodes:])
-        self._charge([sequence for sequence, _ in gained])
-        return self._append(gained)
+        decoded = self._batch.commit_decodes(decodes, sampled_ids[:num_decodes])
+        begun = self._commit_pieces(pieces, sampled_ids[num_decodes:])
+        self._tell_policy([sequence for sequence, _ in decoded], pieces)
+        return self._append(decoded + begun)
 
     def _commit_pieces(self, pieces: Items[Piece], sampled_ids: Items[int]) -> list[tuple[Sequence, int]]:
         """Who gained which token; those that were aborted meanwhile did not."""
@@ -356,12 +374,21 @@ class Scheduler:
                 gained.append((sequence, token_id))
         return gained
 
-    def _charge(self, sequences: Items[Sequence]) -> None:
-        """Tell the policy that each of these generated a token: once for each queue."""
-        queues = [sequence.queue for sequence in sequences]
-        one_of = dict(zip(queues, sequences, strict=True))
-        for queue, count in Counter(queues).items():
-            self._policy.charge(one_of[queue].request, now=self._now, generated=count)
+    def _tell_policy(self, decoded: Items[Sequence], pieces: Items[Piece]) -> None:
+        """What each queue was served by the step: a token computed and one generated for each that decoded."""
+        queues = [sequence.queue for sequence in decoded]
+        one_of = dict(zip(queues, decoded, strict=True))
+        computed = Counter(queues)
+        generated = computed.copy()
+        for piece in pieces:
+            sequence = piece.sequence
+            if sequence.state is State.ENDED:
+                continue
+            one_of[sequence.queue] = sequence
+            computed[sequence.queue] += piece.count
+            generated[sequence.queue] += piece.is_last
+        for queue, count in computed.items():
+            self._policy.serve(one_of[queue].request, now=self._now, computed=count, generated=generated[queue])
 
     def _append(self, gained: Items[tuple[Sequence, int]]) -> list[Progress]:
         """Book tokens of sequences that decode. A thousand of them are seen at every step: few are called upon."""

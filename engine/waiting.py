@@ -13,9 +13,12 @@ from engine.policies.base import Policy
 from engine.sequence import Sequence, State
 
 MAX_PASSED_BY = 64
-"""Waiting sequences that one walk looks at and leaves where they are: they wait for a prefix, or their cap."""
+"""Waiting sequences of one tenant in one queue that a walk looks at and leaves where they are: they wait for a prefix.
+Those behind them are left out of this walk."""
 
 Turn = tuple[tuple[float, ...], tuple[float, int]]
+Queues = dict[Hashable, dict[str, list[Sequence]]]
+"""By the policy's name of a queue, and by tenant: who waits, in the order of their places."""
 
 
 def _place(sequence: Sequence) -> tuple[float, int]:
@@ -27,12 +30,12 @@ class QueueFullError(ValueError):
 
 
 class WaitingLine:
-    """A sorted queue for each name that the policy gives; a walk visits them in the policy's order."""
+    """The queues that the policy names, each with a sorted line for every tenant; a walk visits them in its order."""
 
     def __init__(self, policy: Policy, limits: Limits) -> None:
         self._policy = policy
         self._limits = limits
-        self._queues: dict[Hashable, list[Sequence]] = {}
+        self._queues: Queues = {}
         self._by_rank: Counter[int] = Counter()
         self.changed: set[Hashable] = set()
         """Queues that somebody came to or left since a walk looked at them."""
@@ -43,8 +46,9 @@ class WaitingLine:
         return self._by_rank.total()
 
     def __iter__(self) -> Iterator[Sequence]:
-        for queue in self._queues.values():
-            yield from queue
+        for lines in self._queues.values():
+            for line in lines.values():
+                yield from line
 
     @property
     def by_rank(self) -> Counter[int]:
@@ -64,17 +68,20 @@ class WaitingLine:
             raise QueueFullError(f"{self._num_tokens} tokens wait already; max_waiting_tokens is {most}")
 
     def add(self, sequence: Sequence) -> None:
-        bisect.insort(self._queues.setdefault(sequence.queue, []), sequence, key=_place)
+        lines = self._queues.setdefault(sequence.queue, {})
+        bisect.insort(lines.setdefault(sequence.request.tenant, []), sequence, key=_place)
         self.changed.add(sequence.queue)
         self._by_rank[sequence.request.rank] += 1
         self._num_tokens += sequence.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        queue = self._queues[sequence.queue]
-        index = bisect.bisect_left(queue, _place(sequence), key=_place)
-        assert queue[index] is sequence
-        del queue[index]
-        if not queue:
+        lines, tenant = self._queues[sequence.queue], sequence.request.tenant
+        index = bisect.bisect_left(lines[tenant], _place(sequence), key=_place)
+        assert lines[tenant][index] is sequence
+        del lines[tenant][index]
+        if not lines[tenant]:
+            del lines[tenant]
+        if not lines:
             del self._queues[sequence.queue]
         self.changed.add(sequence.queue)
         self._by_rank[sequence.request.rank] -= 1
@@ -109,11 +116,11 @@ class Walk:
     Whom it shows may leave the line meanwhile, and others may come back to it.
     """
 
-    def __init__(self, line: WaitingLine, queues: dict[Hashable, list[Sequence]], now: float) -> None:
+    def __init__(self, line: WaitingLine, queues: Queues, now: float) -> None:
         self._line = line
         self._queues = queues
         self._now = now
-        self._passed: Counter[Hashable] = Counter()
+        self._passed: dict[tuple[Hashable, str], int] = {}  # of each line, how many from its head on
         self._closed_from: float = math.inf
         self._firsts: dict[Hashable, tuple[Turn, Sequence]] = {}  # of each queue, those passed by left out
         line.changed = set(queues)
@@ -130,18 +137,27 @@ class Walk:
 
     def pass_by(self, sequence: Sequence) -> None:
         """It waits for something of its own: those behind it may go first."""
-        self._passed[sequence.queue] += 1
+        line = sequence.queue, sequence.request.tenant
+        self._passed[line] = self._passed.get(line, 0) + 1
         self._line.changed.add(sequence.queue)
-        if self._passed.total() >= MAX_PASSED_BY:
-            self.close_to(0)
+
+    def leave_out(self, sequence: Sequence) -> None:
+        """Nobody of its tenant may join: others may go first."""
+        self._passed[sequence.queue, sequence.request.tenant] = MAX_PASSED_BY
+        self._line.changed.add(sequence.queue)
 
     def close_to(self, rank: int) -> None:
         """There is no room for this rank: nobody behind it of the same or a higher one may overtake."""
         self._closed_from = min(self._closed_from, rank)
 
     def _look_at(self, queue: Hashable) -> None:
-        line, passed = self._queues.get(queue, ()), self._passed[queue]
-        if passed < len(line):
-            self._firsts[queue] = self._line.turn(line[passed], self._now), line[passed]
+        firsts = []
+        for tenant, line in self._queues.get(queue, {}).items():
+            passed = self._passed.get((queue, tenant), 0)
+            if passed < min(len(line), MAX_PASSED_BY):
+                firsts.append(line[passed])
+        if firsts:
+            first = min(firsts, key=_place)
+            self._firsts[queue] = self._line.turn(first, self._now), first
         else:
             self._firsts.pop(queue, None)

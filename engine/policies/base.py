@@ -43,8 +43,11 @@ class Policy:
     def depart(self, request: Request) -> None:
         """Note an end: nobody of the request's queue waits or runs any more."""
 
-    def charge(self, request: Request, *, now: float, prefilled: int = 0, generated: int = 0) -> None:
-        """Note service to the request's queue: tokens prefilled for the first time, as it joins, and generated."""
+    def join(self, request: Request, *, prefilled: int) -> None:
+        """Note that it joins the batch; prefilled: tokens of its prompt that this takes, for it to be charged."""
+
+    def serve(self, request: Request, *, now: float, computed: int, generated: int) -> None:
+        """Note what a step did for the request's queue: tokens that were computed, again or not, and generated."""
 
     def may_yield(self, rank: int) -> bool:
         """Whether sequences of this tier may be preempted for a higher one now."""

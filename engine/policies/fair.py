@@ -55,9 +55,10 @@ class Fair(Policy):
             oldest = next(iter(self._idle))
             del self._idle[oldest], self._served[oldest]
 
-    def charge(self, request: Request, *, now: float, prefilled: int = 0, generated: int = 0) -> None:
-        queue = self.queue(request)
-        if prefilled:  # it just joined, as the least served of those that waited
-            rank = self.rank(request)
-            self._virtual_time[rank] = max(self._virtual_time[rank], self._served[queue])
-        self._served[queue] += (PREFILLED_COST * prefilled + GENERATED_COST * generated) / request.weight
+    def join(self, request: Request, *, prefilled: int) -> None:
+        queue, rank = self.queue(request), self.rank(request)
+        self._virtual_time[rank] = max(self._virtual_time[rank], self._served[queue])  # the least of those that waited
+        self._served[queue] += PREFILLED_COST * prefilled / request.weight
+
+    def serve(self, request: Request, *, now: float, computed: int, generated: int) -> None:
+        self._served[self.queue(request)] += GENERATED_COST * generated / request.weight

@@ -10,7 +10,7 @@ from engine.policies.fair import Fair
 from engine.request import Request
 
 FLOORS = {1: 0.10, 2: 0.05}
-"""Share of the tokens of WINDOW_S, by rank, below which a tier that wants more goes first and is not preempted."""
+"""Share of the tokens computed in WINDOW_S, by rank. A tier below it that wants more goes first and keeps slots."""
 HEADROOM = 1.5
 """A tier is helped from so many times its floor on: help takes a while, and must come before the floor is reached."""
 WINDOW_S = 10.0
@@ -44,10 +44,10 @@ class Tiered(Fair):
         rank: int = queue[0]
         return not self._is_below_floor(rank), rank - waited_s // AGEING_S, self._served[queue]
 
-    def charge(self, request: Request, *, now: float, prefilled: int = 0, generated: int = 0) -> None:
-        super().charge(request, now=now, prefilled=prefilled, generated=generated)
-        self._recent.append((now, request.rank, prefilled + generated))
-        self._count(request.rank, prefilled + generated)
+    def serve(self, request: Request, *, now: float, computed: int, generated: int) -> None:
+        super().serve(request, now=now, computed=computed, generated=generated)
+        self._recent.append((now, request.rank, computed))
+        self._count(request.rank, computed)
         while self._recent[0][0] < now - WINDOW_S:
             _, rank, tokens = self._recent.popleft()
             self._count(rank, -tokens)

@@ -145,20 +145,31 @@ def test_idle_time_earns_no_credit(policy: str) -> None:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-def test_a_backlogged_tier_gets_its_floor(seeds: range) -> None:
+@pytest.mark.parametrize(
+    ("paid", "bulk", "context"),
+    [
+        (((10, 60), (10, 60)), ((10, 60), (10, 60)), CONTEXT),
+        (((100, 300), (1, 3)), ((1000, 2000), (1, 3)), 2048),  # prompts fill every step, and one of bulk takes several,
+        (((100, 300), (1, 3)), ((10_000, 15_000), (1, 3)), 16_384),  # or more tokens than its share of the window
+    ],
+)
+def test_a_backlogged_tier_gets_its_floor(
+    paid: tuple[Bounds, Bounds], bulk: tuple[Bounds, Bounds], context: int, seeds: range
+) -> None:
     for seed in seeds:
         rng = random.Random(seed)
-        arrivals = [arrival(rng, n, 0.0, "paid", 0, (10, 60), (10, 60)) for n in range(1500)]
+        arrivals = [arrival(rng, n, 0.0, "paid", 0, *paid) for n in range(2000)]
         arrivals += [arrival(rng, n, 0.0, "free", 1, (10, 60), (10, 60)) for n in range(400)]
-        arrivals += [arrival(rng, n, 0.0, "bulk", 2, (10, 60), (10, 60)) for n in range(400)]
+        arrivals += [arrival(rng, n, 0.0, "bulk", 2, *bulk) for n in range(400 if context == CONTEXT else 20)]
         recent: deque[tuple[float, Counter[int]]] = deque()
         requests = {each.request.id: each.request for each in arrivals}
         total: Counter[int] = Counter()
-        scheduler = Scheduler(make_limits(), policy=POLICIES["tiered"]())
+        limits = make_limits(context_length=context, num_blocks=SLOTS * context // 16)
+        scheduler = Scheduler(limits, policy=POLICIES["tiered"]())
         for each in arrivals:
             scheduler.add(each.request)
         now = 0.0
-        while now < 30.0:
+        while now < 20.0:
             plan = scheduler.plan(now)
             assert plan is not None
             by_rank: Counter[int] = Counter()
@@ -227,7 +238,8 @@ def test_a_tenant_that_comes_back_at_once_is_still_behind(policy: str) -> None:
     made = POLICIES[policy]()
     served, fresh = (arrival(random.Random(0), 0, 0.0, tenant, 1, (5, 5), (5, 5)).request for tenant in "ab")
     made.arrive(served, is_idle=True)
-    made.charge(served, now=0.0, prefilled=5, generated=5)
+    made.join(served, prefilled=5)
+    made.serve(served, now=0.0, computed=5, generated=5)
     made.depart(served)
     made.arrive(fresh, is_idle=True)
     made.arrive(served, is_idle=True)
@@ -246,10 +258,12 @@ def test_what_a_tenant_was_served_elsewhere_counts_here(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tenants_that_went_are_not_remembered_for_ever(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.policies.fair.MAX_IDLE", 10)
+    monkeypatch.setattr("engine.scheduler._SPARE_DEADLINES", 10)
     made = POLICIES[policy]()
     scheduler, rng, now = Scheduler(make_limits(), policy=made), random.Random(0), 0.0
     for number in range(200):
-        scheduler.add(arrival(rng, number, now, f"tenant {number}", number % 3, (1, 40), (1, 10)).request, now)
+        request = arrival(rng, number, now, f"tenant {number}", number % 3, (1, 40), (1, 10)).request
+        scheduler.add(dataclasses.replace(request, deadline=86_400.0), now)
         if number % 4 == 0:
             now = step(scheduler, now)
     while scheduler.stats().running + scheduler.stats().waiting:

@@ -7,6 +7,7 @@ wrong block, or over somebody else's, changes what comes out.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ from engine.limits import Limits, Preemption, Prefill
 from engine.policies import POLICIES
 from engine.request import Finish, Request, Sampling
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence as TokenLine
 from engine.step import Moves, Progress, StepPlan
-from engine.waiting import QueueFullError
+from engine.waiting import MAX_PASSED_BY, QueueFullError
 
 EOS = 0
 VOCABULARY = 23
@@ -587,6 +589,18 @@ def test_a_tenant_holds_no_more_slots_than_its_cap() -> None:
     assert [name for name, _ in bench.step()] == ["a1", "a2", "b1"]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("limits", [{"max_tenant_seqs": 1}, {"prefix_cache": True}])
+def test_those_who_wait_for_a_slot_or_a_prefix_do_not_hold_up_others(policy: str, limits: dict[str, Any]) -> None:
+    bench = Bench(slots=4, budget=8, num_blocks=256, policy=policy, **limits)
+    for number in range(2 * MAX_PASSED_BY):
+        bench.add(f"many{number}", prompt=40, start=0, max_tokens=40, tenant="many", rank=1)
+    bench.step()
+    for rank in (0, 1):
+        bench.add(f"other{rank}", prompt=2, tenant="other" * rank, rank=rank)
+    assert {"other0", "other1"} <= {name for _ in range(3) for name, _ in bench.step()}
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [({"max_waiting": 2}, "2 requests wait already"), ({"max_waiting_tokens": 8}, "6 tokens wait already")],
@@ -612,6 +626,26 @@ def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
         ("waiting", Finish.EXPIRED),
     ]
     bench.run()
+
+
+def test_a_deadline_is_of_one_arrival_not_of_the_next_by_the_same_name() -> None:
+    bench = Bench()
+    bench.add("a", deadline=5.0, max_tokens=50)
+    bench.scheduler.abort("a")
+    bench.add("a", deadline=9.0, max_tokens=50)
+    assert bench.scheduler.expire(5.0) == []
+    assert [each.request_id for each in bench.scheduler.expire(9.0)] == ["a"]
+
+
+def test_what_ended_is_not_kept_until_its_deadline() -> None:
+    bench = Bench()
+    for number in range(300):
+        bench.add(f"ended {number}", deadline=86_400.0, max_tokens=1)
+        bench.step()
+    bench.add("lives", deadline=5.0, max_tokens=50)
+    held = [each.request.id for each in gc.get_objects() if type(each) is TokenLine]
+    assert not [name for name in held if name.startswith("ended")]
+    assert [each.request_id for each in bench.scheduler.expire(5.0)] == ["lives"]
 
 
 @pytest.mark.parametrize(
