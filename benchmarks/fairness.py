@@ -155,11 +155,11 @@ def row(report: Report) -> dict[str, float]:
         "tokens_per_s": report.tokens_per_s,
         "recomputed_tokens": report.recomputed_tokens,
         "preemptions": report.preemptions,
-        "fairness": jain(_slowdowns(report)),
+        "fairness": jain(_paces(report)),
     }
 
 
-def _slowdowns(report: Report) -> list[float]:
+def _paces(report: Report) -> list[float]:
     """Of each free tenant, the mean of service over waiting: output tokens by seconds from arrival to the end."""
     speeds: dict[str, list[float]] = {}
     for trace in report.traces.values():
@@ -169,7 +169,7 @@ def _slowdowns(report: Report) -> list[float]:
 
 
 def place(placement: Placement, seed: int, *, share: float) -> dict[str, float]:
-    """What a placement makes of four streams of requests on four workers of unequal speed. Seconds."""
+    """What a placement makes of a stream of requests on four workers of unequal speed. Seconds."""
     rng = random.Random(seed)
     tenants = [f"paid{n}" for n in range(20)]
     arrivals = _stream(rng, WINDOW_S * share / 2, per_s=PLACED_PER_S, tenants=tenants, rank=0)

@@ -31,7 +31,8 @@ counts no more than a prior from then on."""
 _CAUTION = 5.0
 """Steps are planned for so many spreads less than their budget: errors that are normal leave next to none longer."""
 _MOST_MARGIN = 0.25
-"""But for no more than this share less: where steps differ more, a wider margin costs all more than long steps do."""
+"""But for a budget divided by no more than 1 + this: where steps differ more, a wider margin costs all more than long
+steps do."""
 
 
 @dataclass(frozen=True, slots=True)

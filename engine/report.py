@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -71,8 +72,9 @@ class Report:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that is not exceeded by this share of sorted values."""
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    """The smallest of sorted values that so large a share of them does not exceed: of 1 … 100, 99 at 0.99."""
+    rank = math.ceil(share * len(ordered) - 1e-9)  # 0.07 · 100 is 7.000000000000001
+    return ordered[max(rank - 1, 0)]
 
 
 def jain(shares: Iterable[float]) -> float:
