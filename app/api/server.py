@@ -26,6 +26,7 @@ from typing import Any
 
 from gunicorn import util
 from gunicorn.arbiter import Arbiter
+from gunicorn.http.body import ChunkedReader
 from gunicorn.http.errors import (
     ExpectationFailed,
     LimitRequestHeaders,
@@ -33,6 +34,7 @@ from gunicorn.http.errors import (
     ParseException,
     UnsupportedTransferCoding,
 )
+from gunicorn.http.message import Request
 from gunicorn.http.parser import RequestParser
 from gunicorn.workers.gthread import TConn, ThreadWorker
 from pydantic import ValidationError
@@ -63,6 +65,18 @@ _STATUSES: dict[type[Exception], HTTPStatus] = {
     UnsupportedTransferCoding: HTTPStatus.NOT_IMPLEMENTED,
 }
 """Of requests that HTTP itself refuses; all others are bad ones."""
+
+
+class _Request(Request):  # type: ignore[misc]
+    def should_close(self) -> bool:
+        """Also where the body was not read to its end: its answer says so, for the rest cannot be told from a request."""
+        reader = self.body.reader
+        is_read = reader.parser is None if isinstance(reader, ChunkedReader) else reader.length == 0
+        return bool(super().should_close()) or not is_read
+
+
+class _Parser(RequestParser):  # type: ignore[misc]
+    mesg_class = _Request
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]
@@ -96,7 +110,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def enqueue_req(self, conn: TConn) -> None:
         """Give a connection a thread, which blocks while it reads, but not before the head of a request is there."""
         if conn.parser is None:
-            conn.parser, conn.initialized = RequestParser(self.cfg, conn.sock, conn.client), True
+            conn.parser, conn.initialized = _Parser(self.cfg, conn.sock, conn.client), True
         if _END_OF_HEAD.search(_head(conn)):  # of a request that came together with the one before
             super().enqueue_req(conn)
         else:

@@ -145,6 +145,44 @@ def test_a_head_in_pieces_and_two_requests_at_once_are_answered(connections: Any
     assert answers(connection, 1)
 
 
+LARGE = b'{"prompt":"' + b"x" * 1_100_000 + b'"}'
+GOOD = b'{"prompt":"hi"}'
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "content", "status", "is_kept"),
+    [
+        ("right", "/v1/jobs", GOOD, 202, True),
+        ("right", "/v1/jobs", iter([GOOD[:5], GOOD[5:]]), 202, True),
+        ("right", "/v1/jobs", b"{", 400, True),
+        ("right", "/v1/jobs", LARGE, 413, False),
+        ("right", "/v1/jobs", iter([LARGE, LARGE]), 413, False),
+        ("wrong", "/v1/jobs", b"", 401, True),
+        ("wrong", "/v1/jobs", GOOD, 401, False),
+        ("wrong", "/v1/jobs", iter([GOOD]), 401, False),
+        ("wrong", "/nowhere", GOOD, 404, False),
+    ],
+)
+def test_an_answer_says_whether_its_connection_goes_on(
+    server: Any, owner: Any, key: str, path: str, content: Any, status: int, is_kept: bool
+) -> None:
+    headers = {"Authorization": f"Bearer {owner.key if key == 'right' else key}"}
+    with httpx.Client(base_url=server.url, headers=headers, trust_env=False) as client:
+        answer = client.post(path, content=content)
+        assert (answer.status_code, answer.headers["Connection"]) == (status, "keep-alive" if is_kept else "close")
+        assert client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_an_upload_keeps_its_connection(server: Any, owner: Any, is_chunked: bool) -> None:
+    form = httpx.Request("POST", "http://x/", data={"purpose": "batch"}, files={"file": ("a", b"x" * 100_000)})
+    content = form.read()
+    headers = {"Authorization": f"Bearer {owner.key}", "Content-Type": form.headers["Content-Type"]}
+    sent: Any = iter([content[:70_000], content[70_000:]]) if is_chunked else content
+    answer = httpx.post(f"{server.url}/v1/files", content=sent, headers=headers, trust_env=False)
+    assert (answer.status_code, answer.headers["Connection"]) == (200, "keep-alive")
+
+
 def test_a_head_without_an_end_is_refused(connections: Any) -> None:
     (connection,) = connections(1)
     connection.sendall(HALF + b"X: " + b"x" * 70_000)
