@@ -63,7 +63,8 @@ class Request:
     weight: float = 1.0
     """The tenant's share beside others of its tier, above 0."""
     counter: float = 0.0
-    """What the tenant was served elsewhere, as a counter of the fair policy; one that is new here starts from it."""
+    """What the tenant was served in this tier elsewhere: the tiered policy's counter of one that is new here starts
+    from it. No counter over all tiers: to other policies it means nothing."""
     deadline: float | None = None
     """When it is too late, in seconds of the engine's clock; it then ends as expired."""
     kind: str = ""

@@ -42,8 +42,12 @@ class Fair(Policy):
         queue = self.queue(request)
         if is_idle:
             self._idle.pop(queue, None)
-            before = max(self._served.get(queue, 0.0), request.counter)
+            before = max(self._served.get(queue, 0.0), self._served_elsewhere(request))
             self._served[queue] = max(before, self._virtual_time[self.rank(request)])
+
+    def _served_elsewhere(self, request: Request) -> float:
+        """What the tenant was served elsewhere, in the measure of the queue's counter; here nothing is known of it."""
+        return 0.0
 
     def depart(self, request: Request) -> None:
         queue = self.queue(request)

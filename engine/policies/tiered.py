@@ -44,6 +44,9 @@ class Tiered(Fair):
         rank: int = queue[0]
         return not self._is_below_floor(rank), rank - waited_s // AGEING_S, self._served[queue]
 
+    def _served_elsewhere(self, request: Request) -> float:
+        return request.counter
+
     def serve(self, request: Request, *, now: float, computed: int, generated: int) -> None:
         super().serve(request, now=now, computed=computed, generated=generated)
         self._recent.append((now, request.rank, computed))

@@ -246,13 +246,21 @@ def test_a_tenant_that_comes_back_at_once_is_still_behind(policy: str) -> None:
     assert made.turn(made.queue(fresh), waited_s=0.0) < made.turn(made.queue(served), waited_s=0.0)
 
 
-@pytest.mark.parametrize("policy", ["fair", "tiered"])
-def test_what_a_tenant_was_served_elsewhere_counts_here(policy: str) -> None:
-    made = POLICIES[policy]()
+def test_what_a_tenant_was_served_elsewhere_counts_in_its_tier() -> None:
+    made = POLICIES["tiered"]()
     elsewhere, fresh = (arrival(random.Random(0), 0, 0.0, tenant, 1, (5, 5), (5, 5)).request for tenant in "ab")
     for request in (dataclasses.replace(elsewhere, counter=100.0), dataclasses.replace(fresh, counter=90.0)):
         made.arrive(request, is_idle=True)
     assert made.turn(made.queue(fresh), waited_s=0.0) < made.turn(made.queue(elsewhere), waited_s=0.0)
+
+
+def test_counters_of_different_tiers_are_not_compared() -> None:
+    """The order of `fair` is one over all tiers, and the free tier's counters run far ahead of the paid tier's."""
+    made = POLICIES["fair"]()
+    paid, free = (arrival(random.Random(0), 0, 0.0, "ab"[rank], rank, (5, 5), (5, 5)).request for rank in range(2))
+    for request in (dataclasses.replace(paid, counter=1000.0), dataclasses.replace(free, counter=5e6)):
+        made.arrive(request, is_idle=True)
+    assert made.turn(made.queue(free), waited_s=0.0) == made.turn(made.queue(paid), waited_s=0.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
