@@ -214,7 +214,7 @@ class EngineLoop:
 
     def _stop(self, progress: Progress, text: str) -> Output:
         """End a request whose text reached a stop string; the scheduler knows no text and is told."""
-        self._scheduler.abort(progress.request_id)
+        self._scheduler.stop(progress.request_id)
         del self._transcripts[progress.request_id]
         return self._make_output(progress._replace(finish=Finish.STOP, error=None), text)
 

@@ -112,7 +112,7 @@ class Scheduler:
     def add(self, request: Request, now: float = 0.0) -> Progress | None:
         """Take a request. Returns its end where there is nothing to compute, and None where it joined the line.
 
-        Raises ValueError for an id that is live, QueueFullError where too much waits.
+        Raises ValueError for an id that is live.
         """
         if request.id in self._live:
             raise ValueError(f"request {request.id} is already in the engine")
@@ -121,7 +121,8 @@ class Scheduler:
         sequence = self._sequence_of(request, now)
         if request.resumed_ids and (finish := sequence.finish(self._limits.eos_ids)):
             return Progress(request.id, finish=finish)  # earlier attempts had completed it
-        self._waiting.check_room(len(request.prompt_ids))
+        if error := self._waiting.problem_of(len(request.prompt_ids)):
+            return Progress(request.id, finish=Finish.ERROR, error=error)
         self._live[request.id] = sequence
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequence.number, request.id))
@@ -139,6 +140,13 @@ class Scheduler:
             return False
         self._end(sequence)
         return True
+
+    def stop(self, request_id: str) -> None:
+        """End a request whose text has reached a stop string: as an abort, but its length is one to learn from."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._lengths.observe(sequence.request.kind, sequence.num_generated)
+            self._end(sequence)
 
     def expire(self, now: float) -> list[Progress]:
         """End the requests whose deadline has passed."""
@@ -272,8 +280,9 @@ class Scheduler:
         if not newcomer.host_ids:
             self._cached_tokens += match.num_tokens
         self._batch.join(newcomer, match, expected_end=self._admission.expected_end(newcomer), step=step)
-        fresh = len(newcomer.request.prompt_ids) - max(match.num_tokens, newcomer.num_seen)
+        fresh = len(newcomer.request.prompt_ids) - max(match.num_tokens, newcomer.num_charged)
         self._policy.join(newcomer.request, prefilled=max(fresh, 1))
+        newcomer.num_charged = len(newcomer.request.prompt_ids)
         return self._piece(newcomer, budget, is_contested=is_contested)
 
     def _piece(self, sequence: Sequence, budget: Budget, *, is_contested: bool) -> Piece | None:

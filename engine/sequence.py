@@ -56,6 +56,8 @@ class Sequence:
     """Tokens whose keys and values are there."""
     num_seen: int = field(init=False)
     """Tokens that were in a cache once: computing them again is a recomputation."""
+    num_charged: int = field(init=False)
+    """Tokens of the prompt that the policy was told of, or that earlier attempts computed."""
     left_step: int = 0
     """The step in which it last lost its slot."""
     num_preemptions: int = 0
@@ -63,7 +65,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_ids, *self.request.resumed_ids]
-        self.num_seen = len(self.token_ids) if self.request.resumed_ids else 0
+        self.num_seen = self.num_charged = len(self.token_ids) if self.request.resumed_ids else 0
 
     @property
     def num_tokens(self) -> int:

@@ -25,10 +25,6 @@ def _place(sequence: Sequence) -> tuple[float, int]:
     return sequence.place, sequence.number
 
 
-class QueueFullError(ValueError):
-    """So many requests, or tokens, wait already."""
-
-
 class WaitingLine:
     """The queues that the policy names, each with a sorted line for every tenant; a walk visits them in its order."""
 
@@ -58,14 +54,15 @@ class WaitingLine:
     def holds(self, queue: Hashable) -> bool:
         return queue in self._queues
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raise QueueFullError where a request with so many prompt tokens may not wait."""
+    def problem_of(self, num_tokens: int) -> str | None:
+        """Why a request with so many prompt tokens may not wait, if so: the line is full."""
         count, most = len(self), self._limits.max_waiting
         if most is not None and count >= most:
-            raise QueueFullError(f"{count} requests wait already; max_waiting is {most}")
+            return f"{count} requests wait already; max_waiting is {most}"
         most = self._limits.max_waiting_tokens
         if most is not None and count and self._num_tokens + num_tokens > most:
-            raise QueueFullError(f"{self._num_tokens} tokens wait already; max_waiting_tokens is {most}")
+            return f"{self._num_tokens} tokens wait already; max_waiting_tokens is {most}"
+        return None
 
     def add(self, sequence: Sequence) -> None:
         lines = self._queues.setdefault(sequence.queue, {})

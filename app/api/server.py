@@ -69,7 +69,7 @@ _STATUSES: dict[type[Exception], HTTPStatus] = {
 
 class _Request(Request):  # type: ignore[misc]
     def should_close(self) -> bool:
-        """Also where the body was not read to its end: its answer says so, for the rest cannot be told from a request."""
+        """Also where the body was not read to its end, for the rest of it cannot be told from a request."""
         reader = self.body.reader
         is_read = reader.parser is None if isinstance(reader, ChunkedReader) else reader.length == 0
         return bool(super().should_close()) or not is_read

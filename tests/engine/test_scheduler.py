@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.cost import Coefficients, StepCost
 from engine.limits import Limits, Preemption, Prefill
 from engine.policies import POLICIES
+from engine.policies.tiered import Tiered
 from engine.request import Finish, Request, Sampling
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as TokenLine
 from engine.step import Moves, Progress, StepPlan
-from engine.waiting import MAX_PASSED_BY, QueueFullError
+from engine.waiting import MAX_PASSED_BY
 
 EOS = 0
 VOCABULARY = 23
@@ -609,10 +611,54 @@ def test_a_full_line_refuses_by_name(limits: dict[str, int], message: str) -> No
     bench = Bench(**limits)
     bench.add("a")
     bench.add("b")
-    with pytest.raises(QueueFullError, match=message):
-        bench.add("c")
+    refused = bench.scheduler.add(Request("c", (1, 2, 3), Sampling(5)))
+    assert refused is not None and refused.finish is Finish.ERROR and message in (refused.error or "")
     bench.run()
     bench.add("d")
+
+
+class Charged(Tiered):
+    """The default policy; notes what each request's tenant was charged for its prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefilled = Counter[str]()
+
+    def join(self, request: Request, *, prefilled: int) -> None:
+        super().join(request, prefilled=prefilled)
+        self.prefilled[request.id] += prefilled
+
+
+@pytest.mark.parametrize("preemption", Preemption)
+def test_a_prompt_that_was_preempted_midway_is_charged_once(preemption: Preemption) -> None:
+    policy = Charged()
+    limits = Bench(slots=1, budget=8, num_host_blocks=64, preemption=preemption, context_length=200).scheduler._limits
+    scheduler = Scheduler(limits, policy=policy)
+    scheduler.add(Request("long", tuple(range(100)), Sampling(1, ignore_eos=True), rank=2))
+    for number in range(3):
+        for _ in range(2):
+            plan = scheduler.plan()
+            assert plan is not None
+            scheduler.commit(plan, [1] * plan.num_sampling)
+        scheduler.add(Request(f"paid{number}", (1, 2), Sampling(1, ignore_eos=True), tenant="other"))
+    while plan := scheduler.plan():
+        scheduler.commit(plan, [1] * plan.num_sampling)
+    joins = 1 + scheduler.stats().preemptions
+    assert joins > 1 and 100 <= policy.prefilled["long"] <= 100 + joins
+
+
+def test_the_length_of_an_output_that_a_stop_string_ended_is_learned() -> None:
+    bench = Bench(num_blocks=16)
+    for number in range(40):
+        bench.scheduler.add(Request(f"{number}", (1, 2, 3), Sampling(40, ignore_eos=True)))
+        for _ in range(3):
+            plan = bench.scheduler.plan()
+            assert plan is not None
+            bench.scheduler.commit(plan, [1] * plan.num_sampling)
+        bench.scheduler.stop(f"{number}")
+    bench.scheduler.check()
+    assert bench.scheduler.stats().running == 0
+    assert bench.scheduler._lengths.expected("", at_least=0, at_most=40) == 3
 
 
 def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:

@@ -197,17 +197,19 @@ def test_clients_that_do_not_close_hold_up_nobody(server: Any, connections: Any)
 
 
 def test_too_many_half_requests_close_the_oldest(serving: Any, settings: Settings) -> None:
-    with serving(settings.model_copy(update={"api_threads": 8}), "--worker-connections", "20") as server:
-        with ExitStack() as opened:
-            half = []
-            for _ in range(14):
-                half.append(opened.enter_context(connect(server)))
-                half[-1].sendall(HALF)
-            assert [connection.recv(1) for connection in half[:4]] == [b""] * 4
-            assert is_healthy(server)  # the 15th
-            for connection in half[5:]:
-                connection.sendall(b"\r\n")
-                assert answers(connection, 1)
+    with (
+        serving(settings.model_copy(update={"api_threads": 8}), "--worker-connections", "20") as server,
+        ExitStack() as opened,
+    ):
+        half = []
+        for _ in range(14):
+            half.append(opened.enter_context(connect(server)))
+            half[-1].sendall(HALF)
+        assert [connection.recv(1) for connection in half[:4]] == [b""] * 4
+        assert is_healthy(server)  # the 15th
+        for connection in half[5:]:
+            connection.sendall(b"\r\n")
+            assert answers(connection, 1)
 
 
 @pytest.mark.slow  # it waits for the 30 s that a body may pause
