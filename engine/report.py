@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.request import Request
+from engine.request import Finish, Request
 
 
 @dataclass(slots=True)
@@ -19,6 +19,8 @@ class Trace:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
+    finish: Finish | None = None
+    """How it ended; a request that is refused ends as it is handed over."""
     longest_gap_s: float = 0.0
     """The longest time between two of its tokens."""
     num_tokens: int = 0
@@ -49,7 +51,6 @@ class Report:
     traces: dict[str, Trace]
     steps: list[StepRecord]
     recomputed_tokens: int = 0
-    cached_tokens: int = 0
     preemptions: int = 0
 
     @property

@@ -17,7 +17,7 @@ from engine.cost import Coefficients, Work
 from engine.report import Report, StepRecord, Trace
 from engine.request import Request
 from engine.scheduler import Scheduler
-from engine.step import StepPlan
+from engine.step import Progress, StepPlan
 
 TOKEN = 1
 """What every step samples: outputs end by their number of tokens."""
@@ -71,13 +71,11 @@ class Simulation:
     noise: float = 0.0
     """σ of the logarithm of a step's time."""
     seed: int = 0
-    on_commit: Callable[[Scheduler, float], None] | None = None
-    """Called after each step with the virtual time; for tests."""
-    _events: list[tuple[float, int, _Worker | None]] = field(default_factory=list, init=False)
+    _events: list[tuple[float, int, _Worker]] = field(default_factory=list, init=False)
     _line: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque), init=False)
 
-    def run(self, arrivals: Sequence[Arrival], *, until_s: float = float("inf")) -> Report:
-        """Everything that arrives, to its end, or to a time."""
+    def run(self, arrivals: Sequence[Arrival]) -> Report:
+        """Everything that arrives, to its end."""
         self._random = random.Random(self.seed)
         self._workers = [_Worker(n, self.make_scheduler(), speed) for n, speed in enumerate(self.speeds)]
         self._placed = [0.0] * len(self._workers)
@@ -87,13 +85,10 @@ class Simulation:
         coming = deque(sorted(arrivals, key=lambda arrival: arrival.at_s))
         while coming or self._events:
             at_s = min(coming[0].at_s if coming else float("inf"), self._events[0][0] if self._events else float("inf"))
-            if at_s > until_s:
-                break
             while coming and coming[0].at_s <= at_s:
                 self._arrive(coming.popleft())
             while self._events and self._events[0][0] <= at_s:
                 _, _, worker = heapq.heappop(self._events)
-                assert worker is not None
                 self._finish_step(worker, at_s)
             for worker in self._workers:
                 if worker.plan is None:
@@ -101,7 +96,6 @@ class Simulation:
         for worker in self._workers:
             stats = worker.scheduler.stats()
             self._report.recomputed_tokens += stats.recomputed_tokens
-            self._report.cached_tokens += stats.cached_tokens
             self._report.preemptions += stats.preemptions
         return self._report
 
@@ -126,7 +120,9 @@ class Simulation:
     def _hand(self, arrival: Arrival, worker: _Worker, now: float) -> None:
         self._report.traces[arrival.request.id].worker = worker.number
         # It has waited since it arrived, wherever that was.
-        worker.scheduler.add(arrival.request, min(arrival.at_s, now))
+        end = worker.scheduler.add(arrival.request, min(arrival.at_s, now))
+        if end is not None:
+            self._end(end, now)
 
     def _pull(self, worker: _Worker, now: float) -> None:
         """Take from the line what the worker has slots for, and beyond them a few of the first tier."""
@@ -145,6 +141,8 @@ class Simulation:
 
     def _begin_step(self, worker: _Worker, now: float) -> None:
         self._pull(worker, now)
+        for end in worker.scheduler.expire(now):
+            self._end(end, now)
         worker.plan = worker.scheduler.plan(now)
         if worker.plan is None:
             return
@@ -170,17 +168,20 @@ class Simulation:
             )
         )
         for progress in gained:
-            self._note(self._report.traces[progress.request_id], now, is_end=progress.finish is not None)
-        if self.on_commit:
-            self.on_commit(worker.scheduler, now)
+            self._note(self._report.traces[progress.request_id], now)
+            if progress.finish:
+                self._end(progress, now)
+
+    def _end(self, progress: Progress, now: float) -> None:
+        trace = self._report.traces[progress.request_id]
+        trace.finish, trace.finished_s = progress.finish, now
 
     @staticmethod
-    def _note(trace: Trace, now: float, *, is_end: bool) -> None:
+    def _note(trace: Trace, now: float) -> None:
+        """A token."""
         trace.num_tokens += 1
         if trace.last_token_s is None:
             trace.first_token_s = now
         else:
             trace.longest_gap_s = max(trace.longest_gap_s, now - trace.last_token_s)
         trace.last_token_s = now
-        if is_end:
-            trace.finished_s = now

@@ -10,7 +10,7 @@ from engine.cost import Coefficients
 from engine.limits import Limits
 from engine.policies.fcfs import FirstComeFirstServed
 from engine.report import Report, jain, percentile
-from engine.request import Request, Sampling
+from engine.request import Finish, Request, Sampling
 from engine.scheduler import Scheduler
 from engine.sim import Arrival, Placement, Simulation
 
@@ -43,6 +43,15 @@ def test_one_request_takes_what_its_steps_cost() -> None:
     assert trace.ttft_s == pytest.approx((10 + 20 * 0.5) / 1000)
     assert trace.finished_s == pytest.approx(1 + (20 + 2 * 11) / 1000)
     assert trace.longest_gap_s == pytest.approx(0.011)
+
+
+def test_what_is_refused_or_too_late_ends_as_such() -> None:
+    long = Request("long", tuple(range(600)), Sampling(3))
+    late = Request("late", tuple(range(20)), Sampling(40), deadline=1.1)
+    traces = Simulation(make_scheduler, COST).run([Arrival(1.0, long), Arrival(1.0, late)]).traces
+    assert (traces["long"].finish, traces["long"].num_tokens) == (Finish.ERROR, 0)
+    assert traces["late"].finish is Finish.EXPIRED and 0 < traces["late"].num_tokens < 40
+    assert traces["late"].finished_s == pytest.approx(1.1, abs=0.02)
 
 
 @pytest.mark.parametrize("placement", Placement)
