@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import Batch
-from engine.lengths import Lengths, peak_blocks
+from engine.lengths import Lengths, longest_first, peak_blocks
 from engine.limits import Limits, Preemption
 from engine.memory import Match
 from engine.policies import Policy
@@ -92,6 +92,11 @@ class Admission:
         size = self._limits.block_size
         if int((tokens + remaining).sum()) + len(tokens) * (size - 1) <= memory.num_blocks * size:
             return True  # even if all of them ended at once
+        if peak_blocks(tokens, remaining, size) <= memory.num_blocks:
+            return True  # even if nobody shared a block
+        if not match.block_ids and not memory.is_shared(self._batch.rows):
+            return False
+        tokens -= size * memory.num_repeated(rows, match.block_ids, longest_first(remaining))
         return peak_blocks(tokens, remaining, size) <= memory.num_blocks
 
     def _expected_ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

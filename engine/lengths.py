@@ -56,21 +56,27 @@ class Lengths:
         return at_least + -(-(at_most - at_least) // 2)
 
 
+def longest_first(remaining: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[N] The order in which peak_blocks takes sequences."""
+    return np.argsort(-remaining, kind="stable")
+
+
 def peak_blocks(tokens: Ints, remaining: npt.NDArray[np.int64], block_size: int) -> int:
     """The most blocks that sequences hold at once, if each of them ends after its remaining tokens.
 
-    tokens     [N] tokens of each now
+    tokens     [N] tokens of each now, less those in blocks that one before it holds too, longest first
     remaining  [N] tokens that each will still generate, above 0
 
     Memory peaks just before somebody ends. With the longest to go first, those that are left at that moment are a
-    beginning of the line, and each has grown by the same number of tokens:
+    beginning of the line, and each has grown by the same number of tokens. A block that several share counts once, with
+    the first of them, who stays as long as any:
 
         peak = max over i of Σ (j ≤ i) blocks(tokens[j] + remaining[i])
 
     Whole blocks are counted as (tokens + block_size - 1) / block_size, which is never less.
     Source: Gong et al., Past-Future scheduler, ASPLOS 2025, eq. 3.
     """
-    order = np.argsort(-remaining, kind="stable")
+    order = longest_first(remaining)
     left = remaining[order].astype(np.int64)
     held = np.cumsum(tokens[order].astype(np.int64) + block_size - 1)
     most = (held + left * np.arange(1, len(order) + 1)).max(initial=0)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.blocks import BlockPool
 from engine.digests import Digests
 from engine.limits import Limits
@@ -62,6 +65,33 @@ class Memory:
     def num_own(self, sequence: Sequence) -> int:
         """Blocks that are free once a running sequence gives up its own."""
         return self._pool.count_own(self._table.blocks(sequence.slot))
+
+    def is_shared(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Whether any two sequences, of all that run, hold the same block."""
+        return int(self._table.num_blocks[rows].sum()) > self._pool.num_used
+
+    def num_repeated(
+        self, rows: npt.NDArray[np.int64], found: tuple[int, ...], order: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int32]:
+        """Blocks of each that one before it in an order holds too.
+
+        rows   [N] running sequences
+        found  blocks that one more would share with them
+        order  [N + 1] of these, and of the one more: N
+        """
+        counts = np.append(self._table.num_blocks[rows], len(found))
+        tables = np.zeros((len(counts), int(counts.max())), dtype=np.int32)  # [N + 1, W]
+        known = self._table.tables(rows)
+        tables[:-1, : known.shape[1]] = known
+        tables[-1, : len(found)] = found
+        tables, counts = tables[order], counts[order]
+        ids = tables[np.arange(tables.shape[1]) < counts[:, None]]  # [B], those of the first in order first
+        holders = np.repeat(np.arange(len(counts)), counts)  # [B]
+        first = np.zeros(self.num_blocks, dtype=np.int64)
+        first[ids[::-1]] = holders[::-1]  # what is written last stays
+        repeated = np.empty(len(counts), dtype=np.int32)
+        repeated[order] = np.bincount(holders[first[ids] != holders], minlength=len(counts))
+        return repeated
 
     def match(self, sequence: Sequence) -> Match:
         """What a waiting sequence would find now."""

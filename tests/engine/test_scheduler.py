@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -524,6 +525,36 @@ def test_requests_that_come_together_share_a_beginning_that_one_computes() -> No
     bench.run()
     assert bench.scheduler.stats().cached_tokens == 2 * 8
     assert bench.tokens["first"] == bench.tokens["second"] == bench.tokens["third"] == bench.tokens["stranger"]
+
+
+def test_a_beginning_that_all_share_takes_its_blocks_once() -> None:
+    bench = Bench(slots=8, budget=64, num_blocks=40, prefix_cache=True)
+    for number in range(8):
+        bench.add(f"r{number}", prompt=41, start=0, max_tokens=7, expected_tokens=7)
+    bench.step()
+    bench.step()
+    # 10 shared blocks, and two more for each: 26 of 40; alone each takes 12.
+    assert bench.scheduler.stats().running == 8
+    bench.run()
+    assert bench.scheduler.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_lengths_are_known_the_pool_never_runs_dry_of_what_is_shared(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(slots=8, budget=512, num_blocks=40, block_size=4, prefix_cache=True)
+    most = 0
+    for number in range(60):
+        length = rng.randint(1, 12)
+        start = rng.randrange(3)
+        bench.add(f"r{number}", prompt=rng.randint(1, 40), start=start, max_tokens=length, expected_tokens=length)
+        if rng.random() < 0.5:
+            bench.step()
+        table = bench.scheduler._batch.table
+        most = max(most, sum(int(table.num_blocks[sequence.slot]) for sequence in bench.scheduler.running))
+    bench.run()
+    assert bench.scheduler.stats().preemptions == 0
+    assert most > 40, "the test needs sequences that share"
 
 
 def test_nobody_waits_for_the_blocks_of_a_lower_tier() -> None:
