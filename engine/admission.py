@@ -12,18 +12,18 @@ from collections.abc import Sequence as Items
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import Batch
 from engine.lengths import Lengths, longest_first, peak_blocks
 from engine.limits import Limits, Preemption
 from engine.memory import Match
 from engine.policies import Policy
+from engine.running import RunningBatch
 from engine.sequence import Sequence
 
 
 class Admission:
     """Looks at the batch and never changes it."""
 
-    def __init__(self, limits: Limits, batch: Batch, policy: Policy, lengths: Lengths) -> None:
+    def __init__(self, limits: Limits, batch: RunningBatch, policy: Policy, lengths: Lengths) -> None:
         self._limits = limits
         self._batch = batch
         self._policy = policy

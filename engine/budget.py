@@ -14,10 +14,10 @@ class Budget:
         self._limits = limits
         self._cost = cost
         self._work = decodes
-        self._tokens = limits.max_num_batched_tokens - decodes.rows
+        self._tokens = limits.max_num_batched_tokens - decodes.num_decodes
         self._most_ms = None if limits.step_budget_ms is None else cost.planned_ms(limits.step_budget_ms)
         # Without decodes nobody waits for the step, and the number of tokens alone bounds it.
-        self._is_timed = self._most_ms is not None and decodes.rows > 0
+        self._is_timed = self._most_ms is not None and decodes.num_decodes > 0
         self._is_empty = True
 
     @property
@@ -54,7 +54,7 @@ class Budget:
     def give_back(self, decodes: Work) -> None:
         """These decodes are not in the step after all."""
         self._work -= decodes
-        self._tokens += decodes.rows
+        self._tokens += decodes.num_decodes
 
     def _tokens_in_time(self, start: int, count: int, part: int) -> int:
         assert self._most_ms is not None

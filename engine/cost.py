@@ -1,6 +1,6 @@
 """How long a step takes: a linear model of what is in it, fitted while the engine runs.
 
-    ms = a + b·rows + c·prefill_tokens + d·prefill_pairs + e·kv_read
+    ms = a + b·decodes + c·prefill_tokens + d·prefill_pairs + e·kv_read
 
 Pure: no clock and no I/O. The scheduler sizes steps by it; the simulator takes it for the truth.
 """
@@ -39,7 +39,7 @@ steps do."""
 class Work:
     """What a step computes."""
 
-    rows: int = 0
+    num_decodes: int = 0
     """Sequences that decode."""
     prefill_tokens: int = 0
     prefill_pairs: int = 0
@@ -52,7 +52,7 @@ class Work:
         n = plan.num_decodes
         starts, counts = plan.starts[n:].astype(np.int64), plan.counts[n:].astype(np.int64)
         return cls(
-            rows=n,
+            num_decodes=n,
             prefill_tokens=int(counts.sum()),
             prefill_pairs=int((counts * starts + counts * (counts + 1) // 2).sum()),
             kv_read=int(plan.starts[:n].sum()) + n,
@@ -65,7 +65,7 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(
-            self.rows + other.rows,
+            self.num_decodes + other.num_decodes,
             self.prefill_tokens + other.prefill_tokens,
             self.prefill_pairs + other.prefill_pairs,
             self.kv_read + other.kv_read,
@@ -73,14 +73,14 @@ class Work:
 
     def __sub__(self, other: Work) -> Work:
         return Work(
-            self.rows - other.rows,
+            self.num_decodes - other.num_decodes,
             self.prefill_tokens - other.prefill_tokens,
             self.prefill_pairs - other.prefill_pairs,
             self.kv_read - other.kv_read,
         )
 
     def features(self) -> tuple[float, ...]:
-        return 1.0, self.rows, self.prefill_tokens, self.prefill_pairs, self.kv_read
+        return 1.0, self.num_decodes, self.prefill_tokens, self.prefill_pairs, self.kv_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Coefficients:
         """Milliseconds that a step with this work takes."""
         return (
             self.step
-            + self.row * work.rows
+            + self.row * work.num_decodes
             + self.prefill_token * work.prefill_tokens
             + self.prefill_pair * work.prefill_pairs
             + self.kv_position * work.kv_read

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 from engine.admission import Admission
-from engine.batch import NO_DECODES, Batch, Decodes, Piece
 from engine.budget import Budget
 from engine.cost import CPU_SMALL, StepCost, Work
 from engine.lengths import Lengths
@@ -23,6 +22,7 @@ from engine.limits import Limits, Preemption, Prefill
 from engine.policies import Policy
 from engine.policies.tiered import Tiered
 from engine.request import Finish, Request, Stats
+from engine.running import NO_DECODES, Decodes, Piece, RunningBatch
 from engine.sequence import Sequence, State
 from engine.step import Progress, StepPlan
 from engine.waiting import Turn, WaitingLine, Walk
@@ -53,7 +53,7 @@ class Scheduler:
 
         self._live: dict[str, Sequence] = {}
         self._waiting = WaitingLine(self._policy, limits)
-        self._batch = Batch(limits, secret=secret)
+        self._batch = RunningBatch(limits, secret=secret)
         self._admission = Admission(limits, self._batch, self._policy, self._lengths)
         self._deadlines: list[tuple[float, int, str]] = []  # a heap of (deadline, number, id), of some that ended too
         self._planned: tuple[Decodes, list[Piece]] | None = None  # not yet committed
@@ -302,7 +302,7 @@ class Scheduler:
         """Preempt for a higher tier."""
         for victim in victims:
             if self._is_mixed and victim.state is State.DECODING:
-                budget.give_back(Work(rows=1, kv_read=victim.num_tokens))
+                budget.give_back(Work(num_decodes=1, kv_read=victim.num_tokens))
             victim.num_preemptions += 1
             self._preempt(victim)
 

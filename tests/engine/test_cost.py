@@ -15,8 +15,9 @@ TRUTH = Coefficients(step=5.0, row=0.1, prefill_token=0.03, prefill_pair=1e-5, k
 
 
 def draw_work(rng: random.Random) -> Work:
-    rows = rng.randrange(64)
-    return Work(rows=rows, kv_read=rows * rng.randrange(2000)) + Work.piece(rng.randrange(2000), rng.randrange(512))
+    count = rng.randrange(64)
+    decodes = Work(num_decodes=count, kv_read=count * rng.randrange(2000))
+    return decodes + Work.piece(rng.randrange(2000), rng.randrange(512))
 
 
 def test_it_finds_what_the_steps_cost() -> None:
@@ -34,14 +35,14 @@ def test_a_step_that_something_else_disturbed_does_not_spoil_it() -> None:
     for number in range(400):
         work = draw_work(rng)
         cost.observe(work, TRUTH.predict(work) * rng.lognormvariate(0, 0.03) + (5000.0 if number % 100 == 99 else 0.0))
-    work = Work(rows=32, kv_read=32_000)
+    work = Work(num_decodes=32, kv_read=32_000)
     assert abs(cost.predict(work) / TRUTH.predict(work) - 1) < 0.15
 
 
 def test_steps_without_prompts_do_not_make_prompts_cheap_or_dear() -> None:
     rng, cost = random.Random(0), StepCost(TRUTH)
     for _ in range(20_000):
-        work = Work(rows=32, kv_read=rng.randrange(64_000))
+        work = Work(num_decodes=32, kv_read=rng.randrange(64_000))
         cost.observe(work, TRUTH.predict(work) * rng.lognormvariate(0, 0.05))
     piece = Work.piece(1000, 256)
     assert 0.5 < cost.predict(piece) / TRUTH.predict(piece) < 2.0
@@ -52,7 +53,7 @@ def test_steps_that_no_line_fits_are_predicted_right_in_the_mean() -> None:
     rng, cost, off = random.Random(0), StepCost(CPU_SMALL), list[float]()
     for number in range(600):
         rows = 1 + number % 64
-        work = Work(rows=rows, kv_read=rows * (50 + number)) + Work.piece(0, 32)
+        work = Work(num_decodes=rows, kv_read=rows * (50 + number)) + Work.piece(0, 32)
         elapsed_ms = (40.0 + 3.0 * rows - 1e-3 * work.kv_read) * rng.lognormvariate(0, 0.1)
         off.append(elapsed_ms / cost.predict(work) - 1)
         cost.observe(work, elapsed_ms)
@@ -62,7 +63,7 @@ def test_steps_that_no_line_fits_are_predicted_right_in_the_mean() -> None:
 
 @given(st.floats(0, 100), st.integers(0, 4000), st.integers(1, 2000), st.integers(0, 64))
 def test_the_most_tokens_that_fit_are_found(budget_ms: float, start: int, limit: int, rows: int) -> None:
-    cost, planned = StepCost(H200_8B), Work(rows=rows, kv_read=rows * 500)
+    cost, planned = StepCost(H200_8B), Work(num_decodes=rows, kv_read=rows * 500)
     count = cost.tokens_within(budget_ms, planned, start, limit)
     assert 0 <= count <= limit
     if count:

@@ -61,7 +61,7 @@ class Decodes:
 NO_DECODES = Decodes((), np.zeros(0, dtype=np.int64), (), ())
 
 
-class Batch:
+class RunningBatch:
     """Sequences that run, as rows of a table and as holders of blocks."""
 
     def __init__(self, limits: Limits, *, secret: bytes) -> None:
@@ -113,7 +113,7 @@ class Batch:
     @property
     def decode_work(self) -> Work:
         rows = self._decode_rows
-        return Work(rows=len(rows), kv_read=int(self.table.num_tokens[rows].sum()))
+        return Work(num_decodes=len(rows), kv_read=int(self.table.num_tokens[rows].sum()))
 
     # Who comes and goes.
 
