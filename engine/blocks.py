@@ -147,9 +147,9 @@ class BlockPool:
         """How many of these blocks have no reference: so many fewer are free once all of them are retained."""
         return sum(not self._references[block_id] for block_id in set(block_ids))
 
-    def count_own(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks have a single reference: so many more are free once that one is dropped."""
-        return sum(self._references[block_id] == 1 for block_id in block_ids)
+    def own(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of these blocks that have a single reference: they are free once that one is dropped."""
+        return [block_id for block_id in block_ids if self._references[block_id] == 1]
 
     def check(self, tables: Iterable[Iterable[int]] | None = None) -> None:
         """Assert that the books agree: runs, heap, cache, digests and references.

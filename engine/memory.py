@@ -64,7 +64,7 @@ class Memory:
 
     def num_own(self, sequence: Sequence) -> int:
         """Blocks that are free once a running sequence gives up its own."""
-        return self._pool.count_own(self._table.blocks(sequence.slot))
+        return len(self._pool.own(self._table.blocks(sequence.slot)))
 
     def is_shared(self, rows: npt.NDArray[np.int64]) -> bool:
         """Whether any two sequences, of all that run, hold the same block."""
@@ -176,14 +176,18 @@ class Memory:
         return True
 
     def release(self, sequence: Sequence, *, is_forgotten: bool = False) -> None:
-        """Take a running sequence's blocks back. Published ones stay to be found, unless they are to be forgotten."""
+        """Take a running sequence's blocks back. Published ones stay to be found.
+
+        is_forgotten  unless nobody else holds them
+        """
         blocks = self._table.blocks(sequence.slot)
+        own = self._pool.own(blocks)
         for digest in sequence.digests:
             if self._makers.get(digest) is sequence:
                 del self._makers[digest]
         self._pool.release(blocks)
         if is_forgotten:
-            self._pool.forget(blocks)
+            self._pool.forget(own)
 
     def release_host(self, sequence: Sequence) -> None:
         """Take back the host memory of a sequence that ended while it waited."""

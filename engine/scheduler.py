@@ -276,6 +276,9 @@ class Scheduler:
         if victims:
             self._take_slots(victims, budget)
             match = self._batch.memory.match(newcomer)  # what they had published may be gone, or idle now
+            if match.num_needed > self._batch.memory.num_free:  # so much of it was gone
+                walk.close_to(newcomer.rank)
+                return None
         self._waiting.leave(newcomer, self._now)
         if not newcomer.host_ids:
             self._cached_tokens += match.num_tokens

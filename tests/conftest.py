@@ -28,6 +28,11 @@ from app.supervisor import Ready
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The storm first: it takes longest, and mostly waits; at the end one process would wait for it."""
+    items.sort(key=lambda item: "test_storm" not in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def make_home() -> Iterator[Callable[[], Path]]:
     """Makes directories that the embedded Postgres can enter when root runs the tests; removed at the end."""

@@ -606,6 +606,17 @@ def test_who_has_shown_something_is_not_made_to_start_over() -> None:
     bench.run()
 
 
+def test_who_starts_over_takes_no_block_from_those_that_share_it() -> None:
+    bench = Bench(slots=2, budget=16, preemption=Preemption.DISCARD, prefix_cache=True)
+    bench.add("shown", prompt=9, start=0, max_tokens=20)
+    bench.step()
+    bench.add("silent", prompt=40, start=0, rank=2)
+    bench.step()
+    bench.add("paid", prompt=12, start=0, max_tokens=2)
+    assert bench.step() == [("shown", 1), ("paid", 12 - 8)]
+    bench.run()
+
+
 def test_within_its_quantum_nobody_is_preempted() -> None:
     bench = Bench(slots=1, quantum_steps=3)
     bench.add("bulk", rank=2, max_tokens=9)

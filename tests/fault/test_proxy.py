@@ -6,6 +6,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -14,8 +15,9 @@ from tests.fault.proxy import Proxy
 
 class _Echo(socketserver.BaseRequestHandler):
     def handle(self) -> None:
-        while piece := self.request.recv(1024):
-            self.request.sendall(piece)
+        with suppress(ConnectionResetError):
+            while piece := self.request.recv(1024):
+                self.request.sendall(piece)
 
 
 @pytest.fixture
