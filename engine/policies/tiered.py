@@ -42,7 +42,7 @@ class Tiered(Fair):
     def turn(self, queue: Hashable, *, waited_s: float) -> tuple[float, ...]:
         assert isinstance(queue, tuple)
         rank: int = queue[0]
-        return not self._is_below_floor(rank), rank - waited_s // AGEING_S, self._served[queue]
+        return self._reached(rank), rank - waited_s // AGEING_S, self._served[queue]
 
     def _served_elsewhere(self, request: Request) -> float:
         return request.counter
@@ -58,8 +58,13 @@ class Tiered(Fair):
     def may_yield(self, rank: int) -> bool:
         return not self._is_below_floor(rank)
 
+    def _reached(self, rank: int) -> float:
+        """How much of its floor, headroom included, a tier has had; 1 at most. Of two below, the needier goes first."""
+        wanted = HEADROOM * FLOORS.get(rank, 0.0) * self._total
+        return min(1.0, self._tokens[rank] / wanted) if wanted else 1.0
+
     def _is_below_floor(self, rank: int) -> bool:
-        return rank in FLOORS and self._tokens[rank] < HEADROOM * FLOORS[rank] * self._total
+        return self._reached(rank) < 1.0
 
     def _count(self, rank: int, tokens: int) -> None:
         self._tokens[rank] += tokens
