@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -253,7 +253,7 @@ def submit(
         # ours was written, and the next statement of a READ COMMITTED transaction sees what he wrote.
         return _remembered(session, tenant_id, idempotency), [], False
     moment = _admitted_at(session, tenant_id, max_queued)
-    is_reserved = limits.reserve(session, tenant_id, _day(moment), submission.most_tokens)
+    is_reserved = limits.reserve(session, tenant_id, settlements.day_of(moment), submission.most_tokens)
     job = _new_job(job_id, tenant_id, submission, moment, is_reserved=is_reserved)
     session.add(job)
     session.flush()
@@ -264,7 +264,7 @@ def submit_rows(session: Session, tenant_id: str, rows: Sequence[Submission]) ->
     """Write the jobs of a batch's rows, in state queued. Raises QuotaExceeded when together they may use too much."""
     moment = db.now(session)
     most_tokens = sum(row.most_tokens for row in rows)
-    is_reserved = bool(rows) and limits.reserve(session, tenant_id, _day(moment), most_tokens)
+    is_reserved = bool(rows) and limits.reserve(session, tenant_id, settlements.day_of(moment), most_tokens)
     jobs = [_new_job(new_id("job"), tenant_id, row, moment, is_reserved=is_reserved) for row in rows]
     session.add_all(jobs)
     session.flush()
@@ -303,10 +303,6 @@ def reject_row(
     first = _first_event(session, job)
     session.flush()  # move() numbers its event by what is written
     return [first, *move(session, [job], Status.FAILED)]
-
-
-def _day(moment: datetime) -> date:
-    return moment.astimezone(UTC).date()
 
 
 def _new_job(

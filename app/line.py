@@ -27,6 +27,9 @@ SUSPECT_DEATHS = 2
 Numbered = Sequence[tuple[str, int]]
 """Job ids with their dispatch numbers."""
 
+_IN_LINE = "status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier"
+"""A job of the line that never ran; what the index jobs_in_line is made for."""
+
 _WAITING = text(
     """
     select tier, in_line, handed_back from unnest(cast(:tiers as text[])) as asked (tier)
@@ -63,16 +66,16 @@ _NUMBER_HANDED_BACK = text(
 """Numbers are drawn row by row from the sorted rows: an update alone would draw them in the order of its own plan."""
 
 _TENANTS_IN_LINE = text(
-    """
+    f"""
     with recursive walk (tenant_id) as (
         (
             select tenant_id from jobs
-            where status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier
+            where {_IN_LINE}
             order by tenant_id limit 1
         ) union all
         select (
             select tenant_id from jobs
-            where status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier
+            where {_IN_LINE}
             and tenant_id > walk.tenant_id
             order by tenant_id limit 1
         ) from walk where walk.tenant_id is not null
@@ -87,10 +90,10 @@ _TENANTS_IN_LINE = text(
 _LAST_START = text("select coalesce(max(last_start), 0) from token_counters where model = :model and tier = :tier")
 
 _FIRST_JOBS = text(
-    """
+    f"""
     select job.* from unnest(cast(:tenant_ids as text[])) as asked (tenant_id) cross join lateral (
         select id, tenant_id, prompt_tokens, (sampling->>'max_tokens')::int as max_tokens, charged_cost from jobs
-        where status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier
+        where {_IN_LINE}
         and tenant_id = asked.tenant_id
         order by id limit :count
     ) as job
@@ -98,9 +101,9 @@ _FIRST_JOBS = text(
 )
 
 _OWN_BEFORE = text(
-    """
+    f"""
     select count(*) from jobs
-    where status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier
+    where {_IN_LINE}
     and tenant_id = :tenant_id and id < :id
     """
 )
@@ -114,13 +117,13 @@ _HANDED_BACK_BEFORE = text(
 )
 
 _COUNT_FIRST = text(
-    """
+    f"""
     select coalesce(sum(count), 0)::bigint
     from unnest(cast(:tenant_ids as text[]), cast(:most as bigint[])) as asked (tenant_id, most)
     cross join lateral (
         select count(*) from (
             select from jobs
-            where status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier
+            where {_IN_LINE}
             and tenant_id = asked.tenant_id
             limit most
         ) as first

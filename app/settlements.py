@@ -6,7 +6,7 @@ for it.
 
 from __future__ import annotations
 
-from datetime import UTC
+from datetime import UTC, date, datetime
 
 from sqlalchemy import text
 from sqlalchemy.orm import Session
@@ -65,6 +65,11 @@ _MEMORY = 0.9
 """How much of the mean length of a tenant's outputs one more output leaves."""
 
 
+def day_of(moment: datetime) -> date:
+    """The day on which a job that is submitted at that moment counts, in UTC."""
+    return moment.astimezone(UTC).date()
+
+
 def usage_of(job: Job) -> dict[str, int]:
     """Tokens that the job is charged: the prompt once, and what was persisted of its output.
 
@@ -84,7 +89,7 @@ def settlement_of(job: Job) -> Settlement:
     return Settlement(
         job_id=job.id,
         tenant_id=job.tenant_id,
-        day=job.created_at.astimezone(UTC).date(),
+        day=day_of(job.created_at),
         model=job.model,
         tier=job.tier,
         prompt_tokens=usage["prompt_tokens"],

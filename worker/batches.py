@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC
 from typing import BinaryIO
 
 import redis
@@ -27,6 +26,7 @@ from app.errors import InvalidRequest, NotFound, QuotaExceeded, Refusal
 from app.events import Event
 from app.jobs import Submission
 from app.rows import Desk, Line, Row, count_rows, encoded, line_of_job, line_of_unread, read_lines, row_of
+from app.settlements import day_of
 from app.shelf import Draft, Shelf
 from app.tables import Batch, Job
 from app.tiers import Tier
@@ -267,7 +267,7 @@ def _affordable(
 
     Raises QuotaExceeded when not even the first does.
     """
-    room = limits.room(session, batch.tenant_id, db.now(session).astimezone(UTC).date())
+    room = limits.room(session, batch.tenant_id, day_of(db.now(session)))
     if room is None:
         return list(rows)
     taken: list[tuple[Row, Submission | Refusal]] = []
