@@ -123,10 +123,13 @@ def _webhooks(session: Session, load: Load, jobs: dict[str, Job]) -> Iterator[st
             yield f"a webhook came with id {delivery_id}, which is none of ours"
             continue
         posted.add(delivery.id)
+        job = jobs.get(delivery.job_id)
         if event is None or event["data"]["id"] != delivery.job_id:
             yield f"the webhook of {delivery.job_id} cannot be verified"
-        elif event["type"] != f"job.{jobs[delivery.job_id].status}":
-            yield f"the webhook of {delivery.job_id} says {event['type']}, and it is {jobs[delivery.job_id].status}"
-        elif event["data"]["usage"] != usage_of(jobs[delivery.job_id]):
+        elif job is None:
+            yield f"{delivery.job_id} has a webhook and is lost"
+        elif event["type"] != f"job.{job.status}":
+            yield f"the webhook of {job.id} says {event['type']}, and it is {job.status}"
+        elif event["data"]["usage"] != usage_of(job):
             yield f"the webhook of {delivery.job_id} says {event['data']['usage']}"
     yield from (f"the webhook of {row.job_id} never came" for row in deliveries.values() if row.id not in posted)

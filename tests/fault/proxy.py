@@ -68,12 +68,15 @@ class Proxy:
         self._loop.close()
 
     def _do(self, change: Callable[[], object]) -> None:
-        done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (change(), done.set()))
-        assert done.wait(5)
+        async def changed() -> None:
+            change()
+
+        asyncio.run_coroutine_threadsafe(changed(), self._loop).result(5)
 
     def _reset(self) -> None:
         for writer in self._writers:
+            if writer.is_closing():
+                continue
             sock = writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             writer.transport.abort()
