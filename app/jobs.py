@@ -244,15 +244,15 @@ def submit(
     """Write a job in state queued. Returns it, its events to announce, and whether it is new.
 
     The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
-    Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs in line, QuotaExceeded when
-    its tokens of today do not suffice for the most that the job may use.
+    Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs of the tier in line,
+    QuotaExceeded when its tokens of today do not suffice for the most that the job may use.
     """
     job_id = new_id("job")
     if idempotency is not None and not _remember(session, tenant_id, idempotency, job_id):
         # Somebody used the key before, or at the same moment and has committed since: his job is the one. Nothing of
         # ours was written, and the next statement of a READ COMMITTED transaction sees what he wrote.
         return _remembered(session, tenant_id, idempotency), [], False
-    moment = _admitted_at(session, tenant_id, max_queued)
+    moment = _admitted_at(session, tenant_id, submission.tier, max_queued)
     is_reserved = limits.reserve(session, tenant_id, settlements.day_of(moment), submission.most_tokens)
     job = _new_job(job_id, tenant_id, submission, moment, is_reserved=is_reserved)
     session.add(job)
@@ -341,11 +341,11 @@ def _first_event(session: Session, job: Job) -> Event:
     return event
 
 
-def _admitted_at(session: Session, tenant_id: str, max_queued: int) -> datetime:
-    """The database's time, if the tenant may have one more job in line. Raises QueueFull."""
+def _admitted_at(session: Session, tenant_id: str, tier: Tier, max_queued: int) -> datetime:
+    """The database's time, if the tenant may have one more job of the tier in line. Raises QueueFull."""
     in_line = (
         select(Job.id)
-        .where(Job.tenant_id == tenant_id, Job.status == "queued", Job.batch_id.is_(None))
+        .where(Job.tenant_id == tenant_id, Job.tier == tier.value, Job.status == "queued", Job.batch_id.is_(None))
         .limit(max_queued)
         .subquery()
     )

@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.tiers import TierTable
 
 
 def _default_home() -> Path:
@@ -24,7 +27,14 @@ def _default_home() -> Path:
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="EVERBATCH_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="EVERBATCH_",
+        env_nested_delimiter="__",
+        enable_decoding=False,
+        nested_model_default_partial_update=True,
+        frozen=True,
+        extra="ignore",
+    )
 
     home: Path = Field(default_factory=_default_home, validate_default=True)
     """Data of the embedded servers, converted models, uploaded files, secrets."""
@@ -71,18 +81,16 @@ class Settings(BaseSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics; 0: any free one, written to the log. A fixed one serves one process per host."""
 
+    tiers: TierTable = TierTable()
+    """What each tier gets; EVERBATCH_TIERS__BULK__FLOOR is one value of it."""
     max_body_bytes: int = Field(default=1_000_000, ge=1)
     """Largest request body or batch line, in bytes."""
-    max_queued_jobs: int = Field(default=10_000, ge=1)
-    """Queued jobs of one tenant, rows of batches not counted; at so many, submit answers 429."""
     max_open_batches: int = Field(default=100, ge=1)
     """Batches of one tenant that have not ended; above it, creating one answers 429."""
     max_batch_rows: int = Field(default=1_000_000, ge=1)
     """Rows of a batch's input file; one with more fails."""
     max_file_bytes: int = Field(default=200_000_000, ge=1)
     """Size of an uploaded file, in bytes."""
-    deadline_s: float = Field(default=86_400.0, gt=0)
-    """A job's deadline when it names none, in seconds after its submission."""
 
     lease_s: float = Field(default=5.0, gt=0)
     """A worker whose heartbeat is older is dead, in seconds of database time."""
@@ -112,6 +120,16 @@ class Settings(BaseSettings):
     def _absolute(cls, home: Path) -> Path:
         """One home, however it is written and wherever a process runs."""
         return home.expanduser().absolute()
+
+    @field_validator("tiers")
+    @classmethod
+    def _floors_leave_room(cls, tiers: TierTable) -> TierTable:
+        """Help for a tier begins well above its floor."""
+        total = tiers.paid.floor + tiers.free.floor + tiers.bulk.floor
+        if total > 0.5:
+            why = "The floors add up to {total}; they may be half of all tokens together"
+            raise PydanticCustomError("too_high_floors", why, {"total": round(total, 4)})
+        return tiers
 
     @field_validator("heartbeat_s")
     @classmethod
@@ -145,13 +163,22 @@ class ClientSettings(BaseSettings):
 
 def environment(settings: Settings) -> dict[str, str]:
     """Our environment for a child process that is to read these very settings, whatever was set before."""
-    values = {name: getattr(settings, name) for name in Settings.model_fields}
-    spelled = {
-        f"EVERBATCH_{name.upper()}": value.get_secret_value() if isinstance(value, SecretStr) else str(value)
-        for name, value in values.items()
-        if value is not None
-    }
+    spelled = {f"EVERBATCH_{name.upper()}": value for name, value in _spelled(settings)}
     return {name: value for name, value in os.environ.items() if not name.upper().startswith("EVERBATCH_")} | spelled
+
+
+def _spelled(values: BaseModel) -> Iterator[tuple[str, str]]:
+    """All that is set, by name: tiers__bulk__floor."""
+    for name in type(values).model_fields:
+        match getattr(values, name):
+            case None:
+                pass
+            case BaseModel() as inner:
+                yield from ((f"{name}__{inner_name}", value) for inner_name, value in _spelled(inner))
+            case SecretStr() as secret:
+                yield name, secret.get_secret_value()
+            case value:
+                yield name, str(value)
 
 
 @functools.cache
@@ -165,10 +192,13 @@ def complaint(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     return "\n".join(
-        f"EVERBATCH_{'_'.join(map(str, each['loc'])).upper()} is {_without_password(each['input'])!r}: {each['msg']}"
+        f"EVERBATCH_{'__'.join(map(str, each['loc'])).upper()}{_shown(each['input'])}: {each['msg']}"
         for each in error.errors()
     )
 
 
-def _without_password(value: object) -> object:
-    return re.sub(r"//[^/]*@", "//…@", value) if isinstance(value, str) else value
+def _shown(value: object) -> str:
+    """A value, without a password; nothing of one that several variables make together."""
+    if isinstance(value, dict):
+        return ""
+    return f" is {re.sub(r'//[^/]*@', '//…@', value) if isinstance(value, str) else value!r}"

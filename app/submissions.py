@@ -200,7 +200,7 @@ def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Pro
             "stop": request.stop_strings,
             "ignore_eos": bool(request.ignore_eos),
         },
-        deadline_s=settings.deadline_s if request.deadline is None else request.deadline,
+        deadline_s=settings.tiers[tier].deadline_s if request.deadline is None else request.deadline,
         metadata=request.metadata or {},
         webhook_url=None if request.webhook is None else check_url(request.webhook.url, settings),
     )

@@ -86,12 +86,15 @@ class ApiKey(Base):
     """A bearer key: found by its public prefix, proved by the hash of the whole."""
 
     __tablename__ = "api_keys"
+    __table_args__ = (CheckConstraint("scope in ('jobs', 'admin')", name="api_keys_scope"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     prefix: Mapped[str] = mapped_column(unique=True)
     hash: Mapped[bytes]
     """SHA-256 of the key: fast is right for 256 random bits."""
+    scope: Mapped[str] = mapped_column(server_default=text("'jobs'"))
+    """What it opens: the tenant's own jobs, or the operator's view of all."""
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
     revoked_at: Mapped[datetime | None]
 
@@ -131,7 +134,13 @@ class Job(Base):
         Index("jobs_claimed", "model", "tier", "claimed_number"),
         Index("jobs_running", "owner", postgresql_where=text("status = 'running'")),
         Index("jobs_unfinished", "deadline_at", postgresql_where=text("status in ('queued', 'running')")),
-        Index("jobs_of_tenant_queued", "tenant_id", postgresql_where=text("status = 'queued'")),
+        Index(
+            "jobs_of_tenant_queued",
+            "tenant_id",
+            "tier",
+            postgresql_where=text("status = 'queued' and batch_id is null"),
+        ),
+        Index("jobs_by_end", "finished_at", postgresql_where=text("finished_at is not null")),
         Index("jobs_by_batch", "batch_id", "row_number", unique=True, postgresql_where=text("batch_id is not null")),
         Index("jobs_by_custom_id", "batch_id", "custom_id", postgresql_where=text("custom_id is not null")),
         Index(

@@ -1,9 +1,11 @@
-"""The tier table and admission: pure policy, no I/O."""
+"""The tiers: what an operator sets for each, what is fixed, and admission. Pure policy, no I/O."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from app.errors import InvalidRequest
 
@@ -23,12 +25,45 @@ class Tier(StrEnum):
     BULK = "bulk"
 
 
+class TierSettings(BaseModel):
+    """What an operator sets for a tier."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weight: float = Field(gt=0)
+    """Share of a backlogged worker's intake, relative to the other tiers."""
+    floor: float = Field(ge=0, le=0.5)
+    """Share of the tokens computed in 10 s that the tier gets at least, while it has work for them."""
+    max_queued_jobs: int = Field(ge=1)
+    """Jobs of one tenant that may be queued, rows of batches not counted; at so many, submit answers 429."""
+    max_tenant_slots: int | None = Field(default=None, ge=1)
+    """Slots of a worker that one tenant may hold with jobs of the tier; none: all."""
+    deadline_s: float = Field(gt=0, le=30 * 86_400)
+    """A job's deadline when it names none, in seconds after its submission."""
+    keep_days: float = Field(gt=0)
+    """Days for which a job that has ended is kept, with its events and its webhook's log."""
+
+
+class TierTable(BaseModel):
+    """The tiers' settings, by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    paid: TierSettings = TierSettings(weight=8, floor=0, max_queued_jobs=10_000, deadline_s=86_400, keep_days=30)
+    free: TierSettings = TierSettings(weight=4, floor=0.10, max_queued_jobs=10_000, deadline_s=86_400, keep_days=30)
+    bulk: TierSettings = TierSettings(weight=1, floor=0.05, max_queued_jobs=10_000, deadline_s=86_400, keep_days=30)
+
+    def __getitem__(self, tier: Tier) -> TierSettings:
+        found: TierSettings = getattr(self, tier.value)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class TierPolicy:
+    """What is fixed for a tier."""
+
     rank: int
     """0 goes first, and takes slots from higher ranks."""
-    weight: float
-    """Share of a backlogged worker's intake, relative to the other tiers."""
     overcommit: int
     """Jobs of this tier that a worker may hold beyond its slots, so that the engine has someone to preempt for."""
     lookahead: int
@@ -38,9 +73,9 @@ class TierPolicy:
 
 
 POLICIES: dict[Tier, TierPolicy] = {
-    Tier.PAID: TierPolicy(rank=0, weight=8.0, overcommit=8, lookahead=16, jobs_per_task=1),
-    Tier.FREE: TierPolicy(rank=1, weight=4.0, overcommit=4, lookahead=8, jobs_per_task=1),
-    Tier.BULK: TierPolicy(rank=2, weight=1.0, overcommit=0, lookahead=8, jobs_per_task=64),
+    Tier.PAID: TierPolicy(rank=0, overcommit=8, lookahead=16, jobs_per_task=1),
+    Tier.FREE: TierPolicy(rank=1, overcommit=4, lookahead=8, jobs_per_task=1),
+    Tier.BULK: TierPolicy(rank=2, overcommit=0, lookahead=8, jobs_per_task=64),
 }
 
 SERVICE_TIERS = ("auto", "default", "flex")

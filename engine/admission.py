@@ -29,10 +29,11 @@ class Admission:
         self._policy = policy
         self._lengths = lengths
 
-    def is_capped(self, tenant: str) -> bool:
-        """Whether a tenant has all the slots that it may hold."""
-        cap = self._limits.max_tenant_seqs
-        return cap is not None and self._batch.by_tenant[tenant] >= cap
+    def is_capped(self, newcomer: Sequence) -> bool:
+        """Whether its tenant has all the slots that it may hold."""
+        request = newcomer.request
+        cap = self._limits.max_tenant_seqs.get(request.rank)
+        return cap is not None and self._batch.by_tenant[request.rank, request.tenant] >= cap
 
     def must_wait(self, newcomer: Sequence, match: Match, *, step: int) -> bool:
         """Whether somebody computes a block that it could share, or it just yielded."""

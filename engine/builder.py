@@ -13,7 +13,7 @@ from engine.lanes import Lanes, num_cores
 from engine.limits import Limits
 from engine.loop import EngineLoop
 from engine.models.spec import read_json, read_spec
-from engine.policies import POLICIES
+from engine.policies import POLICIES, Policy, Tiered
 from engine.request import Engine
 from engine.scheduler import Scheduler
 from engine.step import Runner
@@ -34,8 +34,6 @@ def build(config: EngineConfig) -> Engine:
 
 def scheduler_for(runner: Runner, config: EngineConfig) -> Scheduler:
     """The scheduler of a runner. Raises ValueError as Limits does, and for a policy that does not exist."""
-    if config.policy not in POLICIES:
-        raise ValueError(f"policy is {config.policy!r}; there are {', '.join(POLICIES)}")
     limits = Limits(
         block_size=runner.block_size,
         num_blocks=runner.num_blocks,
@@ -47,8 +45,16 @@ def scheduler_for(runner: Runner, config: EngineConfig) -> Scheduler:
         step_budget_ms=config.step_budget_ms,
         prefill=config.prefill,
         preemption=config.preemption,
+        max_tenant_seqs=config.max_tenant_seqs,
     )
-    return Scheduler(limits, policy=POLICIES[config.policy](), secret=secrets.token_bytes(32))
+    return Scheduler(limits, policy=_policy(config), secret=secrets.token_bytes(32))
+
+
+def _policy(config: EngineConfig) -> Policy:
+    if config.policy not in POLICIES:
+        raise ValueError(f"policy is {config.policy!r}; there are {', '.join(POLICIES)}")
+    made = POLICIES[config.policy]
+    return Tiered(config.floors) if made is Tiered else made()
 
 
 def _runner(config: EngineConfig) -> Runner:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from engine.limits import Preemption, Prefill
+from engine.policies.tiered import FLOORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,10 @@ class EngineConfig:
     """Tokens computed in one step."""
     policy: str = "tiered"
     """Who goes first: a name of engine.policies.POLICIES."""
+    floors: Mapping[int, float] = field(default_factory=lambda: dict(FLOORS))
+    """Of the tiered policy: by rank, the share of the tokens computed that those who want more get at least."""
+    max_tenant_seqs: Mapping[int, int] = field(default_factory=dict)
+    """By rank, the slots that one tenant may hold; where a rank has none, all."""
     prefill: Prefill = Prefill.CHUNKED
     """How prompts share the steps with the decodes."""
     preemption: Preemption = Preemption.AUTO

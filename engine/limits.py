@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -59,8 +60,8 @@ class Limits:
     """Requests that may wait; None: any number."""
     max_waiting_tokens: int | None = None
     """Prompt tokens that may wait; None: any number."""
-    max_tenant_seqs: int | None = None
-    """Slots that one tenant may hold; None: all."""
+    max_tenant_seqs: Mapping[int, int] = field(default_factory=dict)
+    """By rank, the slots that one tenant may hold; where a rank has none, all."""
     prefix_cache: bool = True
     """Whether blocks of a common beginning are shared, and found again after their sequence has ended."""
     swap_block_ms: float = 0.05

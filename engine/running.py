@@ -145,8 +145,9 @@ class RunningBatch:
 
     def _count(self, sequence: Sequence, change: int) -> None:
         self._rows = None
-        self.by_rank[sequence.request.rank] += change
-        for counter, key in ((self.by_queue, sequence.queue), (self.by_tenant, sequence.request.tenant)):
+        request = sequence.request
+        self.by_rank[request.rank] += change
+        for counter, key in ((self.by_queue, sequence.queue), (self.by_tenant, (request.rank, request.tenant))):
             counter[key] += change
             if not counter[key]:
                 del counter[key]  # tenants come and go for as long as the engine lives
@@ -236,7 +237,7 @@ class RunningBatch:
         assert len(running) + self.table.num_free == self._limits.max_num_seqs
         assert self.by_rank == Counter(sequence.request.rank for sequence in running)
         assert self.by_queue == Counter(sequence.queue for sequence in running)
-        assert self.by_tenant == Counter(sequence.request.tenant for sequence in running)
+        assert self.by_tenant == Counter((sequence.request.rank, sequence.request.tenant) for sequence in running)
         for sequence in running:
             held = int(self.table.num_blocks[sequence.slot]) * self._limits.block_size
             assert held >= int(self.table.num_computed[sequence.slot])

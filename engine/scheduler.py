@@ -258,7 +258,7 @@ class Scheduler:
         self, newcomer: Sequence, walk: Walk, budget: Budget, pieces: list[Piece], *, is_contested: bool
     ) -> Piece | None:
         """A slot, blocks and a first piece for a waiting sequence, or None: the walk then knows why it stays."""
-        if self._admission.is_capped(newcomer.request.tenant):
+        if self._admission.is_capped(newcomer):
             walk.leave_out(newcomer)
             return None
         match, step = self._batch.memory.match(newcomer), self._steps + 1

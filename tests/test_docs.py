@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from app.settings import Settings
+from app.tiers import Tier, TierSettings, TierTable
 
 PROJECT = Path(__file__).parent.parent
 OPERATIONS = (PROJECT / "docs" / "operations.md").read_text()
@@ -24,6 +25,14 @@ def test_operations_name_every_setting_with_its_default() -> None:
                 assert float(rows[name.upper()]) == field.default, name
             case str():
                 assert rows[name.upper()] == field.default, name
+
+
+def test_operations_name_what_each_tier_gets() -> None:
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (\S+) \| (\S+) \| (\S+) \|", OPERATIONS, re.MULTILINE)
+    assert [name.lower() for name, *_ in rows] == list(TierSettings.model_fields)
+    for name, *values in rows:
+        usual = [getattr(TierTable()[tier], name.lower()) for tier in Tier]
+        assert [None if value == "—" else float(value) for value in values] == usual, name
 
 
 def test_the_readme_names_every_file_of_the_code_and_no_other() -> None:

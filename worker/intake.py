@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import ClassVar
 
 from app.broker import tier_of
-from app.tiers import POLICIES, Tier
+from app.tiers import POLICIES, Tier, TierTable
 
 
 class FairOrder:
@@ -22,7 +22,8 @@ class FairOrder:
     not save up its share: it starts at the virtual time of the one served last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: TierTable) -> None:
+        self._tiers = tiers
         self._virtual_time = 0.0
         self._finish: dict[Tier, float] = defaultdict(float)
 
@@ -34,7 +35,7 @@ class FairOrder:
         """Note that a message with so many jobs of the tier was taken."""
         start = self._start(tier)
         self._virtual_time = start
-        self._finish[tier] = start + jobs / POLICIES[tier].weight
+        self._finish[tier] = start + jobs / self._tiers[tier].weight
 
     def _start(self, tier: Tier) -> float:
         return max(self._finish[tier], self._virtual_time)
@@ -43,7 +44,8 @@ class FairOrder:
 class Intake:
     """kombu's queue_order_strategy. The transport makes one per connection, so what lasts belongs to the class."""
 
-    order: ClassVar[FairOrder] = FairOrder()
+    order: ClassVar[FairOrder] = FairOrder(TierTable())
+    """Set by the pool."""
     open_tiers: ClassVar[Callable[[], Collection[Tier]]] = frozenset
     """The tiers that the engine has room for; set by the pool. Until then nothing is read."""
 

@@ -33,6 +33,7 @@ from app.commands import CANNOT_START
 from app.errors import SetupError
 from app.models import Model
 from app.settings import Settings, get_settings
+from app.tiers import POLICIES, Tier
 from engine.builder import build
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -40,7 +41,7 @@ from engine.garbage import collect_rarely
 from engine.limits import Preemption, Prefill
 from engine.request import Engine
 from worker.attempts import Task
-from worker.intake import Intake
+from worker.intake import FairOrder, Intake
 from worker.jobs import JobService
 from worker.tasks import DONE_TASK
 
@@ -116,6 +117,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._service = JobService(self._settings, model, engine)
         self._finishers = ThreadPoolExecutor(FINISHERS, thread_name_prefix="finisher")
         self._others = ThreadPoolExecutor(OTHERS, thread_name_prefix="other")
+        Intake.order = FairOrder(self._settings.tiers)
         Intake.open_tiers = self._service.open_tiers
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, self._on_signal)
@@ -320,6 +322,12 @@ def _build(settings: Settings, model: Model) -> Engine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             policy=settings.policy,
+            floors={POLICIES[tier].rank: settings.tiers[tier].floor for tier in Tier},
+            max_tenant_seqs={
+                POLICIES[tier].rank: slots
+                for tier in Tier
+                if (slots := settings.tiers[tier].max_tenant_slots) is not None
+            },
             prefill=Prefill(settings.prefill),
             preemption=Preemption(settings.preemption),
             step_budget_ms=settings.step_budget_ms,

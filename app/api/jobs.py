@@ -48,7 +48,7 @@ def submit() -> Response:
             session,
             tenant().id,
             submission,
-            max_queued=own.settings.max_queued_jobs,
+            max_queued=own.settings.tiers[submission.tier].max_queued_jobs,
             idempotency=None if key is None else Idempotency(key, fingerprint(body)),
         )
         jobs.add_progress(session, [job])

@@ -20,4 +20,4 @@ POLICIES: dict[str, type[Policy]] = {
 }
 """By the names that the setting takes."""
 
-__all__ = ["POLICIES", "Policy"]
+__all__ = ["POLICIES", "Policy", "Tiered"]

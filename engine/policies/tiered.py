@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from engine.policies.fair import Fair
 from engine.request import Request
 
 FLOORS = {1: 0.10, 2: 0.05}
-"""Share of the tokens computed in WINDOW_S, by rank. A tier below it that wants more goes first and keeps slots."""
+"""Share of the tokens computed in WINDOW_S, by rank, where none are given. A tier below it that wants more goes first
+and keeps slots."""
 HEADROOM = 1.5
 """A tier is helped from so many times its floor on: help takes a while, and must come before the floor is reached."""
 WINDOW_S = 10.0
@@ -24,8 +25,9 @@ class Tiered(Fair):
     Strictly higher tiers take slots from lower ones. Floors and ageing see to it that lower ones never starve.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, floors: Mapping[int, float] = FLOORS) -> None:
         super().__init__()
+        self._floors = floors
         self._recent: deque[tuple[float, int, int]] = deque()  # (when, rank, tokens), the oldest first
         self._tokens: Counter[int] = Counter()  # by rank, of what is in _recent
         self._total = 0  # of these
@@ -60,7 +62,7 @@ class Tiered(Fair):
 
     def _reached(self, rank: int) -> float:
         """How much of its floor, headroom included, a tier has had; 1 at most. Of two below, the needier goes first."""
-        wanted = HEADROOM * FLOORS.get(rank, 0.0) * self._total
+        wanted = HEADROOM * self._floors.get(rank, 0.0) * self._total
         return min(1.0, self._tokens[rank] / wanted) if wanted else 1.0
 
     def _is_below_floor(self, rank: int) -> bool:

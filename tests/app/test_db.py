@@ -3,11 +3,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from app import db as db_module
 from app.db import Database
+from app.tables import Base
 
 _PID = text("select pg_backend_pid()")
 
@@ -71,3 +74,9 @@ def test_a_process_that_hangs_in_a_transaction_does_not_hold_its_locks(
             other.execute(text("drop table held"))  # as soon as the hanging one has been ended
         session.execute(_PID)
     hanging.close()
+
+
+def test_the_migrations_make_the_very_tables_of_the_code(db: Database) -> None:
+    with db.pool.connect() as connection:
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, Base.metadata) == []

@@ -7,6 +7,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from app.settings import Settings, complaint, environment
+from app.tiers import Tier
 
 
 def test_child_reads_the_very_settings_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +21,7 @@ def test_child_reads_the_very_settings_of_its_parent(monkeypatch: pytest.MonkeyP
         secret_key=SecretStr("open sesame"),
         webhook_allow_private=True,
         echo_step_ms=0.25,
+        tiers={"bulk": {"max_tenant_slots": 3}},
     )
     child = environment(settings)
     assert child["PATH"] == os.environ["PATH"]
@@ -64,6 +66,32 @@ def test_a_lease_that_a_late_beat_would_end_stops_the_start(monkeypatch: pytest.
     assert complaint(refusal.value).startswith(
         "EVERBATCH_HEARTBEAT_S is 1.0: Input should be at most a third of EVERBATCH_LEASE_S = 1.0"
     )
+
+
+def test_one_value_of_a_tier_is_set_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERBATCH_TIERS__BULK__FLOOR", "0.2")
+    usual, tiers = Settings.model_fields["tiers"].default, Settings().tiers
+    assert tiers[Tier.BULK] == usual[Tier.BULK].model_copy(update={"floor": 0.2})
+    assert (tiers[Tier.PAID], tiers[Tier.FREE]) == (usual[Tier.PAID], usual[Tier.FREE])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "complaint_of_it"),
+    [
+        ("TIERS__BULK__FLOOR", "0.6", "EVERBATCH_TIERS__BULK__FLOOR is '0.6': Input should be less than"),
+        ("TIERS__PAID__FLOOR", "0.4", "EVERBATCH_TIERS: The floors add up to 0.55; they may be half of all tokens"),
+        ("TIERS__FREE__FLUR", "0.1", "EVERBATCH_TIERS__FREE__FLUR is '0.1': Extra inputs are not permitted"),
+        ("TIERS__GOLD__FLOOR", "0.1", "EVERBATCH_TIERS__GOLD: Extra inputs are not permitted"),
+        ("TIERS", "{", "EVERBATCH_TIERS is '{': Input should be a valid dictionary"),
+    ],
+)
+def test_a_wrong_value_of_a_tier_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, complaint_of_it: str
+) -> None:
+    monkeypatch.setenv(f"EVERBATCH_{variable}", value)
+    with pytest.raises(ValidationError) as refusal:
+        Settings()
+    assert complaint(refusal.value).startswith(complaint_of_it)
 
 
 def test_a_home_is_one_place_however_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_submission_holds_what_the_engine_needs(convert: Any, model: Model, se
             "stop": ("a",),
             "ignore_eos": False,
         },
-        deadline_s=settings.deadline_s,
+        deadline_s=settings.tiers[Tier.PAID].deadline_s,
         metadata={},
     )
 

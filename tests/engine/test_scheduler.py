@@ -626,15 +626,16 @@ def test_within_its_quantum_nobody_is_preempted() -> None:
 
 
 def test_a_tenant_holds_no_more_slots_than_its_cap() -> None:
-    bench = Bench(slots=4, max_tenant_seqs=2)
+    bench = Bench(slots=4, max_tenant_seqs={0: 2})
     for name in ("a1", "a2", "a3"):
         bench.add(name, tenant="a")
     bench.add("b1", tenant="b")
-    assert [name for name, _ in bench.step()] == ["a1", "a2", "b1"]
+    bench.add("a4", tenant="a", rank=1)
+    assert [name for name, _ in bench.step()] == ["a1", "a2", "b1", "a4"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("limits", [{"max_tenant_seqs": 1}, {"prefix_cache": True}])
+@pytest.mark.parametrize("limits", [{"max_tenant_seqs": {1: 1}}, {"prefix_cache": True}])
 def test_those_who_wait_for_a_slot_or_a_prefix_do_not_hold_up_others(policy: str, limits: dict[str, Any]) -> None:
     bench = Bench(slots=4, budget=8, num_blocks=256, policy=policy, **limits)
     for number in range(2 * MAX_PASSED_BY):
@@ -785,7 +786,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.integers(0, 6),
         prefix_cache=st.booleans(),
         step_budget_ms=st.sampled_from([None, 1.0, 25.0]),
-        max_tenant_seqs=st.sampled_from([None, 1, 2]),
+        max_tenant_seqs=st.sampled_from([{}, {0: 1}, {0: 2, 1: 1, 2: 2}]),
     )
     def make_bench(
         self, slots: int, spare_budget: int, num_blocks: int, block_size: int, context_length: int, **choices: Any

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from app.broker import queue_name
-from app.tiers import Tier
+from app.tiers import Tier, TierTable
 from worker.intake import FairOrder, Intake
 
 
@@ -20,11 +20,11 @@ def serve(order: FairOrder, tiers: list[Tier], messages: int, *, jobs: int = 1) 
 
 
 def test_backlogged_tiers_are_served_by_weight() -> None:
-    assert serve(FairOrder(), list(Tier), 13 * 20) == {Tier.PAID: 8 * 20, Tier.FREE: 4 * 20, Tier.BULK: 20}
+    assert serve(FairOrder(TierTable()), list(Tier), 13 * 20) == {Tier.PAID: 8 * 20, Tier.FREE: 4 * 20, Tier.BULK: 20}
 
 
 def test_a_message_of_many_jobs_counts_as_many() -> None:
-    order = FairOrder()
+    order = FairOrder(TierTable())
     order.charge(Tier.BULK, 64)
     # 64 bulk jobs at weight 1 are worth 64 × 4 free jobs at weight 4.
     assert serve(order, [Tier.FREE, Tier.BULK], 64 * 4) == {Tier.FREE: 64 * 4}
@@ -32,13 +32,13 @@ def test_a_message_of_many_jobs_counts_as_many() -> None:
 
 
 def test_an_idle_tier_saves_up_no_share() -> None:
-    order = FairOrder()
+    order = FairOrder(TierTable())
     serve(order, [Tier.BULK], 1000)
     assert serve(order, [Tier.FREE, Tier.BULK], 5 * 10) == pytest.approx({Tier.FREE: 40, Tier.BULK: 10}, abs=1)
 
 
 def test_of_equals_the_paid_tier_goes_first() -> None:
-    assert FairOrder().sort([Tier.BULK, Tier.FREE, Tier.PAID]) == [Tier.PAID, Tier.FREE, Tier.BULK]
+    assert FairOrder(TierTable()).sort([Tier.BULK, Tier.FREE, Tier.PAID]) == [Tier.PAID, Tier.FREE, Tier.BULK]
 
 
 QUEUES = [queue_name("m.1", tier) for tier in Tier]
@@ -46,7 +46,7 @@ QUEUES = [queue_name("m.1", tier) for tier in Tier]
 
 @pytest.fixture
 def intake(monkeypatch: pytest.MonkeyPatch) -> Intake:
-    monkeypatch.setattr(Intake, "order", FairOrder())
+    monkeypatch.setattr(Intake, "order", FairOrder(TierTable()))
     intake = Intake()
     intake.update(QUEUES)
     return intake

@@ -16,7 +16,7 @@ from app.api.services import services_of
 from app.db import Database
 from app.settings import Settings
 from app.tables import Delivery, Job
-from app.tiers import Plan
+from app.tiers import Plan, Tier
 
 FIELDS = [
     "id", "object", "status", "tier", "model", "attempt", "created_at", "started_at", "finished_at", "output", "usage",
@@ -103,20 +103,22 @@ def test_the_deadline_counts_from_the_submission(call: Any, db: Database, settin
     with db.transaction() as session:
         spans = {row[0]: row[1] for row in session.execute(select(Job.id, Job.deadline_at - Job.created_at))}
     assert spans[own] == timedelta(seconds=90)
-    assert spans[default] == timedelta(seconds=settings.deadline_s)
+    assert spans[default] == timedelta(seconds=settings.tiers[Tier.PAID].deadline_s)
 
 
 def test_a_full_queue_answers_429_and_when_to_come_back(
     settings: Settings, call: Any, call_as: Any, new_tenant: Any, app: Any
 ) -> None:
     services = services_of(app).get()
-    full = settings.model_copy(update={"max_queued_jobs": 2})
+    tight = settings.tiers.paid.model_copy(update={"max_queued_jobs": 2})
+    full = settings.model_copy(update={"tiers": settings.tiers.model_copy(update={"paid": tight})})
     object.__setattr__(services, "settings", full)
     try:
         assert [call.submit().status_code for _ in range(3)] == [202, 202, 429]
         answer = call.submit()
         assert refusal(answer) == (429, "queue_full", None)
         assert 1 <= int(answer.headers["Retry-After"]) <= 60
+        assert call.submit(service_tier="flex").status_code == 202  # each tier has a line of its own
         assert call_as(new_tenant()).submit().status_code == 202  # another tenant's queue is his own
     finally:
         object.__setattr__(services, "settings", settings)
