@@ -170,6 +170,19 @@ def _lock(session: Session, batch: Batch) -> Batch:
 
 def count(session: Session, batches: Collection[Batch]) -> dict[str, Counts]:
     """The rows of each batch, by its id. Rows that an ended batch never read count as failed."""
+    counted = {batch.id: _kept_counts(batch) for batch in batches if batch.completed_rows is not None}
+    return counted | _count_jobs(session, [batch for batch in batches if batch.id not in counted])
+
+
+def _kept_counts(batch: Batch) -> Counts:
+    """Of a batch that has ended."""
+    total, completed = batch.total_rows or 0, batch.completed_rows or 0
+    return Counts(total, completed, total - completed, batch.prompt_tokens or 0, batch.completion_tokens or 0)
+
+
+def _count_jobs(session: Session, batches: Collection[Batch]) -> dict[str, Counts]:
+    if not batches:
+        return {}
     rows = session.execute(
         select(
             Job.batch_id,
@@ -215,13 +228,21 @@ def lock_unchanged(session: Session, seen: Batch) -> Batch | None:
 
 
 def set_status(session: Session, batch: Batch, status: Status) -> None:
-    """The status of a locked batch, and when it was reached. A batch that ended tells it by a webhook."""
+    """The status of a locked batch, and when it was reached; at an end, when all its jobs have ended, their counts.
+
+    A batch that ended tells it by a webhook.
+    """
     moment = db.now(session)
     batch.status = status.value
     setattr(batch, f"{status.value}_at", moment)
     session.flush()
-    if status not in Batch.OPEN and batch.webhook_url is not None:
-        session.add(webhooks.delivery_of_batch(batch, count(session, [batch])[batch.id].shown, moment))
+    if status in Batch.OPEN:
+        return
+    counts = _count_jobs(session, [batch])[batch.id]
+    batch.completed_rows, batch.prompt_tokens = counts.completed, counts.prompt_tokens
+    batch.completion_tokens = counts.completion_tokens
+    if batch.webhook_url is not None:
+        session.add(webhooks.delivery_of_batch(batch, counts.shown, moment))
 
 
 def fail(session: Session, batch: Batch, *, code: str, message: str) -> list[Event]:
@@ -229,5 +250,6 @@ def fail(session: Session, batch: Batch, *, code: str, message: str) -> list[Eve
     problem = {"code": code, "message": message, "line": None, "param": "input_file_id"}
     batch.errors = {"object": "list", "data": [problem]}
     batch.output_file_id = batch.error_file_id = None
+    cancelled = jobs.cancel_batch(session, batch.id)
     set_status(session, batch, Status.FAILED)
-    return jobs.cancel_batch(session, batch.id)
+    return cancelled

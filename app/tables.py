@@ -289,6 +289,7 @@ class IdempotencyRecord(Base):
     """An Idempotency-Key and the job that it made."""
 
     __tablename__ = "idempotency_records"
+    __table_args__ = (Index("idempotency_records_by_job", "job_id"),)
 
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
@@ -397,6 +398,10 @@ class Batch(Base):
     """Where in the input file the next row starts."""
     total_rows: Mapped[int | None]
     """Rows of the input file; None until they were counted."""
+    completed_rows: Mapped[int | None]
+    """Rows whose jobs succeeded. As the two below None until the batch has ended: its jobs are not kept for ever."""
+    prompt_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int | None] = mapped_column(BigInteger)
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
     in_progress_at: Mapped[datetime | None]
     finalizing_at: Mapped[datetime | None]

@@ -14,7 +14,7 @@ from celery.bootsteps import StartStopStep
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import models
+from app import models, retention
 from app.broker import Broker, BrokerError
 from app.db import Database
 from app.dispatch import Dispatcher, settle
@@ -37,6 +37,7 @@ SETTLEMENTS_INTERVAL_S = 1.0
 DELIVERIES_INTERVAL_S = 0.5
 BATCHES_INTERVAL_S = 0.5
 STRAYS_INTERVAL_S = 3_600.0
+RETENTION_INTERVAL_S = 60.0
 JOIN_TIMEOUT_S = 5.0
 """A round under way at the end gets so long; it is a transaction, or a few, and can be cut anywhere."""
 
@@ -105,8 +106,18 @@ def rounds(opened: Services) -> list[Round]:
             BATCHES_INTERVAL_S,
             lambda: batches.advance_batches(clerk, opened.redis, nudge=opened.dispatcher.nudge),
         ),
+        Round("retention", RETENTION_INTERVAL_S, lambda: _remove_bygone(opened)),
         Round("strays", STRAYS_INTERVAL_S, lambda: batches.remove_strays(opened.database, shelf)),
     ]
+
+
+def _remove_bygone(opened: Services) -> None:
+    """Remove jobs whose days are over, a transaction at a time, until there are none."""
+    while True:
+        with opened.database.transaction() as session:
+            removed = retention.remove_bygone(session, opened.settings.tiers)
+        if removed < retention.LIMIT:
+            return
 
 
 class Clock:
