@@ -4,6 +4,7 @@
     ├── InvalidRequest      422   a field is wrong
     ├── MalformedBody       400   the body is not the JSON we can read
     ├── Unauthenticated     401
+    ├── Forbidden           403   a valid key, for something else
     ├── NotFound            404   also: somebody else's
     ├── Conflict            409   for ever: retrying does not help
     ├── PayloadTooLarge     413
@@ -59,6 +60,13 @@ class Unauthenticated(Refusal):
 
     code = "invalid_api_key"
     status = 401
+
+
+class Forbidden(Refusal):
+    """This API key does not open this."""
+
+    code = "forbidden"
+    status = 403
 
 
 class NotFound(Refusal):

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from app import shares
 from app.db import Database
 from app.settings import Settings
 from app.tables import Job
@@ -77,3 +78,45 @@ class JobCounts(Collector):
 
     def _family(self) -> GaugeMetricFamily:
         return GaugeMetricFamily("everbatch_jobs", "Unfinished jobs.", labels=["status", "tier"])
+
+
+class Shares(Collector):
+    """What tiers were served of late and how evenly their tenants were, asked of the database at each scrape."""
+
+    WINDOW_S = 60.0
+
+    def __init__(self, database: Database, model: str) -> None:
+        self._database = database
+        self._model = model
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Asked at registration: without an answer the database would be."""
+        return self._families()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Nothing while the database does not answer; no index of a tier in which fewer than two tenants wait."""
+        share, fairness = self._families()
+        try:
+            with self._database.autocommit() as session:
+                served = shares.served(session, self._model, window_s=self.WINDOW_S)
+        except SQLAlchemyError as error:
+            logger.warning("shares were not counted for a scrape: %s", type(error).__name__)
+            return
+        for tier in Tier:
+            own = [each for each in served if each.tier is tier]
+            share.add_metric([tier.value], shares.share(own, served))
+            index = shares.fairness_index(own)
+            if index is not None:
+                fairness.add_metric([tier.value], index)
+        yield from (share, fairness)
+
+    def _families(self) -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
+        window = f"the last {self.WINDOW_S:.0f} s"
+        return (
+            GaugeMetricFamily(
+                "everbatch_tier_share", f"Share of the tokens that a tier got in {window}.", labels=["tier"]
+            ),
+            GaugeMetricFamily(
+                "everbatch_fairness_index", f"Jain's index of the tenants that wait, over {window}.", labels=["tier"]
+            ),
+        )

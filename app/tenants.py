@@ -8,12 +8,13 @@ import hmac
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from app import tables
-from app.errors import NotFound, Unauthenticated
+from app.errors import Forbidden, NotFound, Unauthenticated
 from app.ids import new_id
 from app.tables import ApiKey, Tenant
 from app.tiers import Plan
@@ -21,6 +22,15 @@ from app.vault import Vault
 
 _PREFIX_LENGTH = 15
 """Of 'eb_' and 12 hexadecimal digits: public, and enough to find the key by."""
+
+
+class Scope(StrEnum):
+    """What a key opens."""
+
+    JOBS = "jobs"
+    """All that its tenant has."""
+    ADMIN = "admin"
+    """What operators see of all tenants, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,13 @@ class Provisioned:
 
 
 def provision(
-    session: Session, vault: Vault, *, name: str, plan: Plan, webhook_secret: str | None = None
+    session: Session,
+    vault: Vault,
+    *,
+    name: str,
+    plan: Plan,
+    webhook_secret: str | None = None,
+    scope: Scope = Scope.JOBS,
 ) -> Provisioned:
     """Make a key for the tenant of that name; a tenant that is new gets the given webhook secret, or a fresh one."""
     tenant = session.scalar(select(Tenant).where(Tenant.name == name))
@@ -43,7 +59,9 @@ def provision(
         session.add(tenant)
         session.flush()
     key = f"eb_{secrets.token_hex(6)}_{secrets.token_urlsafe(32)}"
-    session.add(ApiKey(id=new_id("key"), tenant_id=tenant.id, prefix=key[:_PREFIX_LENGTH], hash=_hash(key)))
+    session.add(
+        ApiKey(id=new_id("key"), tenant_id=tenant.id, prefix=key[:_PREFIX_LENGTH], hash=_hash(key), scope=scope.value)
+    )
     session.flush()
     return Provisioned(tenant_id=tenant.id, key=key, webhook_secret=vault.decrypt(tenant.webhook_secret))
 
@@ -53,16 +71,18 @@ def new_webhook_secret() -> str:
     return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
 
 
-def authenticate(session: Session, key: str) -> Tenant:
-    """The tenant whose key this is. Raises Unauthenticated."""
+def authenticate(session: Session, key: str, *, scope: Scope = Scope.JOBS) -> Tenant:
+    """The tenant whose key this is. Raises Unauthenticated, and Forbidden for a key of another scope."""
     row = session.execute(
-        select(ApiKey.hash, Tenant)
+        select(ApiKey.hash, Tenant, ApiKey.scope)
         .join(Tenant, Tenant.id == ApiKey.tenant_id)
         .where(ApiKey.prefix == key[:_PREFIX_LENGTH], ApiKey.revoked_at.is_(None))
     ).first()
     known = bytes(row[0]) if row is not None else bytes(32)
     if not hmac.compare_digest(known, _hash(key)) or row is None:
         raise Unauthenticated
+    if row[2] != scope:
+        raise Forbidden(f"This API key has the scope '{row[2]}'; '{scope}' is needed here")
     tenant: Tenant = row[1]
     return tenant
 

@@ -11,19 +11,29 @@ from app.api.services import services
 from app.errors import RateLimited, Unauthenticated
 from app.limits import Rate
 from app.tables import Tenant
+from app.tenants import Scope
 
 _BEARER = re.compile(r"bearer +([!-~]{1,200})", re.IGNORECASE)
 
 
 def authenticate() -> None:
-    """Before each request of a blueprint: find the tenant. Raises Unauthenticated, and RateLimited."""
+    """Before each request of a blueprint: find the tenant. Raises Unauthenticated, Forbidden and RateLimited."""
+    _find(Scope.JOBS)
+    if request.method == "POST" and g.tenant.requests_per_minute is not None:
+        _count(g.tenant.id, g.tenant.requests_per_minute)
+
+
+def authenticate_operator() -> None:
+    """The same, where a key of the scope admin is needed; none of its requests is counted."""
+    _find(Scope.ADMIN)
+
+
+def _find(scope: Scope) -> None:
     bearer = _BEARER.fullmatch(request.headers.get("Authorization", "").strip())
     if bearer is None:
         raise Unauthenticated
     with services().database.autocommit() as session:
-        g.tenant = tenants.authenticate(session, bearer[1])
-    if request.method == "POST" and g.tenant.requests_per_minute is not None:
-        _count(g.tenant.id, g.tenant.requests_per_minute)
+        g.tenant = tenants.authenticate(session, bearer[1], scope=scope)
 
 
 def _count(tenant_id: str, per_minute: int) -> None:

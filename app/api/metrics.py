@@ -7,13 +7,13 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from app.db import Database
-from app.metrics import JobCounts
+from app.metrics import JobCounts, Shares
 
 
 class Metrics:
     """The metrics of one process, in a registry of their own."""
 
-    def __init__(self, database: Database, open_streams: Callable[[], int]) -> None:
+    def __init__(self, database: Database, model: str, open_streams: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self.submitted = Counter("everbatch_jobs_submitted", "Jobs accepted.", ["tier"], registry=self.registry)
         self.refusals = Counter(
@@ -29,3 +29,4 @@ class Metrics:
         streams = Gauge("everbatch_open_streams", "Event streams being served.", registry=self.registry)
         streams.set_function(open_streams)
         self.registry.register(JobCounts(database))
+        self.registry.register(Shares(database, model))

@@ -111,7 +111,7 @@ class PerProcess:
         database = Database(self._database_url, pool_size=_POOL_SIZE)
         broker = Broker(self._redis_url)
         streams = Streams(self.settings)
-        counted = Metrics(database, lambda: streams.open)
+        counted = Metrics(database, self._model.name, lambda: streams.open)
         return Services(
             settings=self.settings,
             model=self._model,

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from app import tenants
 from app.cli.connection import home_option, json_option
 from app.cli.operator import printable, settings_of, transaction
+from app.tenants import Scope
 from app.tiers import Plan
 from app.vault import Vault
 
@@ -35,28 +36,35 @@ def list_keys(home: Path | None, as_json: bool) -> None:
                 "prefix": key.prefix,
                 "tenant": tenant.name,
                 "plan": tenant.plan,
+                "scope": key.scope,
                 "created_at": key.created_at.isoformat(),
                 "revoked_at": key.revoked_at and key.revoked_at.isoformat(),
             }
             click.echo(json.dumps(row))
         else:
             state = f"revoked {key.revoked_at:%Y-%m-%d %H:%M}" if key.revoked_at else ""
-            click.echo(
-                f"{key.prefix}  {key.created_at:%Y-%m-%d %H:%M}  {tenant.plan:4}  {tenant.name}  {state}".rstrip()
-            )
+            made_at = f"{key.created_at:%Y-%m-%d %H:%M}"
+            line = f"{key.prefix}  {made_at}  {tenant.plan:4}  {key.scope:5}  {tenant.name}  {state}"
+            click.echo(line.rstrip())
 
 
 @keys.command()
 @click.argument("name", callback=printable)
 @click.option("--plan", type=click.Choice([plan.value for plan in Plan]), required=True, help="What NAME has bought.")
+@click.option(
+    "--scope",
+    type=click.Choice([scope.value for scope in Scope]),
+    default=Scope.JOBS.value,
+    help="What the key opens: the tenant's jobs (default), or the operators' view of all tenants.",
+)
 @home_option
 @json_option
-def create(name: str, plan: str, home: Path | None, as_json: bool) -> None:
+def create(name: str, plan: str, scope: str, home: Path | None, as_json: bool) -> None:
     """Make a key for the tenant NAME, who is made too where there is none. It is shown this once."""
     settings = settings_of(home)
     with transaction(settings) as session:
         _refuse_other_plan(session, name, plan)
-        made = tenants.provision(session, Vault.open(settings), name=name, plan=Plan(plan))
+        made = tenants.provision(session, Vault.open(settings), name=name, plan=Plan(plan), scope=Scope(scope))
     if as_json:
         click.echo(json.dumps({"tenant": name, "plan": plan, "key": made.key, "webhook_secret": made.webhook_secret}))
     else:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import Result
 
@@ -28,6 +29,16 @@ def test_key_opens_the_service_until_it_is_revoked(everbatch: Everbatch, service
     assert (rows[prefix]["tenant"], rows[prefix]["plan"]) == ("alice", "free")
     assert rows[prefix]["revoked_at"] is not None
     assert rows[service.access.paid_key[:15]]["revoked_at"] is None
+
+
+def test_a_key_for_operators_opens_what_they_see(everbatch: Everbatch, service: Ready) -> None:
+    made = json.loads(everbatch("keys", "create", "ops", "--plan", "paid", "--scope", "admin", "--json").stdout)
+    asked = httpx.get(
+        f"{service.access.url}/v1/admin/shares", headers={"Authorization": f"Bearer {made['key']}"}, trust_env=False
+    )
+    assert (asked.status_code, asked.json()["object"]) == (200, "shares")
+    rows = {row["prefix"]: row for row in map(json.loads, everbatch("keys", "list", "--json").stdout.splitlines())}
+    assert (rows[made["key"][:15]]["scope"], rows[service.access.paid_key[:15]]["scope"]) == ("admin", "jobs")
 
 
 def test_no_secret_is_listed(everbatch: Everbatch, service: Ready) -> None:
