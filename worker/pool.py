@@ -134,6 +134,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         """Celery stops taking messages, and so do we. Those that are not claimed yet go back to the broker."""
         Intake.open_tiers = frozenset
         self._service.stop_taking()
+        logger.info("the worker takes no more jobs; those that run have %s s to end", self._settings.drain_s)
 
     def on_stop(self) -> None:
         """Let running jobs end for a while, their streams flowing; hand back the rest."""
