@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from flask import Flask
+from sqlalchemy import make_url, select, text
 from sqlalchemy.exc import OperationalError
+from werkzeug.test import TestResponse
 
 from app.api import create_app
 from app.api.services import services_of
 from app.children import free_port
+from app.db import Database
 from app.errors import SetupError
 from app.settings import Settings
+from app.tables import Job
 
 
 def test_an_error_document_has_both_shapes(call: Any) -> None:
@@ -110,6 +116,44 @@ def test_a_database_that_is_not_there_is_a_503(settings: Settings, owner: Any) -
         assert (answer.status_code, answer.get_json()["error"]["code"]) == (503, "unavailable")
     finally:
         services_of(app).close()
+
+
+@pytest.fixture
+def cramped(settings: Settings, db: Database) -> Iterator[Flask]:
+    """An application for which the database has two connections."""
+    assert settings.database_url is not None
+    with db.transaction() as session:
+        session.execute(text("create role cramped login password 'cramped' connection limit 2"))
+        session.execute(text("grant all on all tables in schema public to cramped"))
+        session.execute(text("grant all on all sequences in schema public to cramped"))
+    url = make_url(settings.database_url).set(username="cramped", password="cramped")
+    app = create_app(settings.model_copy(update={"database_url": url.render_as_string(hide_password=False)}))
+    yield app
+    services_of(app).close()
+    with db.transaction() as session:
+        session.execute(text("drop owned by cramped"))
+        session.execute(text("drop role cramped"))
+
+
+def test_more_requests_than_connections_are_answered_or_told_to_come_back(
+    cramped: Flask, owner: Any, db: Database
+) -> None:
+    def submit(number: int) -> TestResponse:
+        headers = {"Authorization": f"Bearer {owner.key}", "Idempotency-Key": str(number)}
+        return cramped.test_client().post("/v1/jobs", headers=headers, json={"prompt": "hello"})
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(submit, range(200)))
+    accepted = {answer.get_json()["id"] for answer in answers if answer.status_code == 202}
+    refused = [answer for answer in answers if answer.status_code != 202]
+    assert accepted and refused
+    assert {(answer.status_code, answer.get_json()["error"]["code"]) for answer in refused} == {(503, "unavailable")}
+    assert all(1 <= int(answer.headers["Retry-After"]) <= 60 for answer in refused)
+    with db.transaction() as session:
+        written = set(session.scalars(select(Job.id).where(Job.tenant_id == owner.tenant_id)))
+        assert written == accepted, "a 503 of a submission leaves no job behind"
+        query = "select count(*) from pg_stat_activity where usename = 'cramped' and state like 'idle in transaction%'"
+        assert session.scalar(text(query)) == 0
 
 
 @pytest.mark.parametrize("missing", ["database_url", "redis_url"])
