@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from app.children import wait_until
@@ -33,15 +34,38 @@ def test_a_stop_ends_open_streams_in_good_order(serving: Any, settings: Settings
 
 
 def test_a_client_that_lost_its_power_is_noticed(server: Any, submit: Any, owner: Any) -> None:
-    host, port = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
-    head = f"GET /v1/jobs/{submit()}/events HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {owner.key}\r\n\r\n"
-    with socket.create_connection((host, port), timeout=10) as client:
-        client.sendall(head.encode())
-        assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+    with following(server, submit(), owner) as client:
         assert wait_until(lambda: open_streams(server) == 1, 10)
         drop_all_that_comes(client)
         # Two heartbeats are 0.4 s; the kernel by itself waits for minutes.
         assert wait_until(lambda: open_streams(server) == 0, 10)
+
+
+def test_clients_that_go_leave_nothing_behind(serving: Any, settings: Settings, submit: Any, owner: Any) -> None:
+    with serving(settings.model_copy(update={"sse_heartbeat_s": 0.5})) as server, ExitStack() as stack:
+        (process,) = psutil.Process(server.process.pid).children()
+        is_up = wait_until(lambda: httpx.get(f"{server.url}/readyz", trust_env=False).status_code in (200, 503), 10)
+        before = process.num_fds()
+        clients = [stack.enter_context(following(server, submit(), owner)) for _ in range(120)]
+        assert is_up and wait_until(lambda: open_streams(server) == 120, 30)
+        assert process.num_fds() < before + 150, "a connection to Redis or Postgres for each stream"
+        for client in clients[:80]:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()  # a reset
+        for client in clients[80:]:
+            drop_all_that_comes(client)
+        assert wait_until(lambda: open_streams(server) == 0, 10)
+        assert wait_until(lambda: process.num_fds() <= before + 20, 10), process.net_connections()
+
+
+def following(server: Any, job_id: str, owner: Any) -> socket.socket:
+    """A client that has begun to follow a job."""
+    host, port = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+    head = f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {owner.key}\r\n\r\n"
+    client = socket.create_connection((host, port), timeout=20)
+    client.sendall(head.encode())
+    assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+    return client
 
 
 def drop_all_that_comes(connection: socket.socket) -> None:
