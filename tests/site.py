@@ -14,17 +14,19 @@ import pytest
 import redis
 from sqlalchemy import select
 from sqlalchemy import text as sql
+from sqlalchemy.orm import undefer
 
-from app import events, jobs, models, tables
+from app import events, jobs, models, tables, tenants
 from app.broker import Broker
 from app.children import spawn
 from app.commands import PROJECT, engine_command, io_command
 from app.db import Database
 from app.dispatch import dispatch
-from app.ids import new_id
 from app.jobs import TERMINAL, Submission
 from app.settings import Settings, environment
-from app.tiers import Tier
+from app.tenants import Provisioned
+from app.tiers import Plan, Tier
+from app.vault import Vault
 from engine.echo import echo_token, write_model
 
 
@@ -50,19 +52,30 @@ class Site:
         self.redis = redis.Redis.from_url(settings.redis_url)
         self.broker = Broker(settings.redis_url)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.tenant_id = new_id("tenant")
+        self.tenant_id = self.new_tenant("somebody").tenant_id
+
+    def new_tenant(self, name: str, *, tokens_per_day: int | None = None) -> Provisioned:
         with self.db.transaction() as session:
-            session.add(tables.Tenant(id=self.tenant_id, name=self.tenant_id, plan="paid", webhook_secret=b""))
+            made = tenants.provision(session, Vault.open(self.settings), name=name, plan=Plan.PAID)
+            tenants.set_limits(session, name, tokens_per_day=tokens_per_day)
+        return made
 
     def submit(
-        self, count: int = 1, *, tier: Tier = Tier.PAID, deadline_s: float = 600.0, **sampling: Any
+        self,
+        count: int = 1,
+        *,
+        tier: Tier = Tier.PAID,
+        tenant_id: str | None = None,
+        webhook_url: str | None = None,
+        deadline_s: float = 600.0,
+        **sampling: Any,
     ) -> list[str]:
-        """Write jobs, each with a seed of its own, without dispatching them; their ids."""
+        """Write and announce jobs, each with a seed of its own, without dispatching them; their ids."""
         with self.db.transaction() as session:
-            return [
+            submitted = [
                 jobs.submit(
                     session,
-                    self.tenant_id,
+                    tenant_id or self.tenant_id,
                     Submission(
                         tier=tier,
                         model=self.model.name,
@@ -71,11 +84,14 @@ class Site:
                         sampling={"max_tokens": 20, "seed": secrets.randbits(40)} | sampling,
                         deadline_s=deadline_s,
                         metadata={},
+                        webhook_url=webhook_url,
                     ),
                     max_queued=1_000_000,
-                )[0].id
+                )
                 for _ in range(count)
             ]
+        events.announce(self.redis, [event for _, queued, _ in submitted for event in queued])
+        return [job.id for job, _, _ in submitted]
 
     def dispatch(self) -> int:
         return dispatch(self.db, self.broker, self.model.name)
@@ -93,7 +109,8 @@ class Site:
 
     def job(self, job_id: str) -> tables.Job:
         with self.db.transaction() as session:
-            return jobs.find(session, self.tenant_id, job_id)
+            found = select(tables.Job).where(tables.Job.id == job_id).options(undefer(tables.Job.output_text))
+            return session.scalars(found).one()
 
     def statuses(self, job_ids: Collection[str]) -> Counter[str]:
         with self.db.transaction() as session:

@@ -122,12 +122,13 @@ class Attempts:
             self._attempts.update({attempt.request_id: attempt for attempt in attempts})
             self._claiming = frozenset()
 
-    def end(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Forget an attempt and count it for its task. Nothing happens for one that has ended before."""
+    def end(self, attempt: Attempt, outcome: Outcome) -> bool:
+        """Forget an attempt and count it for its task. Nothing happens, and False, for one that has ended before."""
         with self._lock:
             if self._attempts.pop(attempt.request_id, None) is None:
-                return
+                return False
         self.count(attempt.task, outcome, 1)
+        return True
 
     def count(self, task: Task, outcome: Outcome, jobs: int) -> None:
         """Count jobs of a task that ended here; the last of them makes it done."""

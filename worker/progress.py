@@ -244,8 +244,10 @@ class ProgressWriter:
 
     def _forget(self, attempt: Attempt, outcome: Outcome) -> None:
         self._unwritten.pop(attempt.request_id, None)
-        self._metrics.count_end(attempt.claim.tier, outcome)
-        self._attempts.end(attempt, outcome)
+        if self._attempts.end(
+            attempt, outcome
+        ):  # not twice, when its last write was refused and the lease drops it too
+            self._metrics.count_end(attempt.claim.tier, outcome)
 
 
 def _ending_of(attempt: Attempt, output: Output) -> Finished:

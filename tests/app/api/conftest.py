@@ -16,11 +16,14 @@ import pytest
 from flask import Flask
 from werkzeug.test import TestResponse
 
+from app import tenants
 from app.api import create_app
 from app.api.services import services_of
 from app.children import end, free_port, wait_until
 from app.commands import PROJECT
+from app.db import Database
 from app.settings import Settings, environment
+from app.tables import Tenant
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,18 @@ def call(app: Flask, owner: Any) -> Caller:
 @pytest.fixture
 def call_as(app: Flask) -> Callable[[Any], Caller]:
     return lambda owner: Caller(app, owner.key)
+
+
+@pytest.fixture
+def limit(db: Database, owner: Any) -> Callable[..., None]:
+    """Sets limits of the test's tenant."""
+
+    def change(**limits: Any) -> None:
+        with db.transaction() as session:
+            name = session.get_one(Tenant, owner.tenant_id).name
+            tenants.set_limits(session, name, **limits)
+
+    return change
 
 
 @dataclass(frozen=True)

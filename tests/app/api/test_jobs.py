@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import select
 from werkzeug.test import TestResponse
 
 from app.api.services import services_of
@@ -166,22 +164,6 @@ def test_a_key_whose_job_was_deleted_makes_no_second_one(call: Any) -> None:
 @pytest.mark.parametrize("key", ["", '""', "a" * 256, '"' + "a" * 256 + '"', '"unclosed', "tab\tbed", "ä"])
 def test_an_unusable_key_is_refused(call: Any, key: str) -> None:
     assert refusal(call.submit(headers={"Idempotency-Key": key})) == (422, "invalid_request", "Idempotency-Key")
-
-
-def test_twenty_submissions_at_once_with_one_key_make_one_job(call: Any, db: Database, owner: Any) -> None:
-    barrier = threading.Barrier(20)
-
-    def submit(_: int) -> TestResponse:
-        barrier.wait()
-        return call.submit(headers={"Idempotency-Key": "once"})
-
-    with ThreadPoolExecutor(20) as pool:
-        answers = list(pool.map(submit, range(20)))
-    assert {answer.status_code for answer in answers} == {202}
-    assert len({answer.get_json()["id"] for answer in answers}) == 1
-    assert sum("Idempotent-Replayed" not in answer.headers for answer in answers) == 1
-    with db.transaction() as session:
-        assert session.scalar(select(func.count()).where(Job.tenant_id == owner.tenant_id)) == 1
 
 
 # ---- read and list

@@ -4,24 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from app import tenants
-from app.db import Database
-from app.tables import Tenant
-
-
-@pytest.fixture
-def limit(db: Database, owner: Any) -> Any:
-    """Sets limits of the test's tenant."""
-
-    def change(**limits: Any) -> None:
-        with db.transaction() as session:
-            name = session.get_one(Tenant, owner.tenant_id).name
-            tenants.set_limits(session, name, **limits)
-
-    return change
-
 
 def test_requests_beyond_the_rate_are_a_429_that_says_when_to_come_back(call: Any, limit: Any) -> None:
     limit(requests_per_minute=2)
