@@ -12,6 +12,8 @@ import redis
 from celery import Celery
 from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from app.tiers import Tier
 
@@ -25,6 +27,18 @@ DELIVERIES = "deliveries"
 
 class BrokerError(Exception):
     """The broker took no message; the sweep finds what was meant to be sent."""
+
+
+def answers(redis_url: str, timeout_s: float) -> bool:
+    """Whether Redis answers on a fresh connection, within twice timeout_s."""
+    client = redis.Redis.from_url(
+        redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+    )
+    with client:
+        try:
+            return bool(client.ping())
+        except redis.RedisError:
+            return False
 
 
 def queue_name(model: str, tier: Tier) -> str:
@@ -58,6 +72,7 @@ def celery_app(name: str, redis_url: str, queues: Iterable[str], **transport: An
         task_default_queue=names[0] if names else DELIVERIES,
         task_create_missing_queues=False,
         worker_hijack_root_logger=False,
+        broker_connection_max_retries=None,
         broker_connection_retry_on_startup=True,
         # Messages in the hands of a dead worker come back to the queue within seconds of this, not after the usual 100.
         # By then the sweep has sent the jobs anew, so the claim drops them; they only must not pile up.
@@ -66,9 +81,11 @@ def celery_app(name: str, redis_url: str, queues: Iterable[str], **transport: An
             "unacked_restore_interval": 1,
             "unacked_restore_throttle": 10,
             "priority_steps": [0],
-            "socket_timeout": 30,
+            "socket_timeout": 5,  # of commands; a BRPOP is waited for by the event loop
             "socket_connect_timeout": 5,
             "socket_keepalive": True,
+            # A BRPOP without a reply for so long, and the next look: its connection is dead, and a new one is made.
+            "health_check_interval": 4,
             **transport,
         },
     )

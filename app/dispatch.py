@@ -1,7 +1,7 @@
 """Hands waiting jobs to the broker: the one owner of order between tenants and jobs.
 
-Jobs wait in Postgres. Only a small window per tier is at the broker: the slots of live workers that no running job
-fills, plus a little. Several dispatchers may run.
+Jobs wait in Postgres. Only a small window per tier is at the broker: the slots of ready workers that no running
+job fills, plus a little. Several dispatchers may run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Window:
     """What may be at the broker at this moment."""
 
     free_slots: int
-    """Places that live workers could fill now. Counted from the jobs themselves: a report would be late."""
+    """Places that ready workers could fill now. Counted from the jobs themselves: a report would be late."""
     max_per_task: int
     """Jobs in one message: at most a quarter of a worker's slots, so that the last one taken hardly overfills it."""
     at_broker: Mapping[Tier, int]
@@ -102,7 +102,7 @@ def _window(session: Session, model: str) -> _Window:
         select(
             func.coalesce(func.sum(func.greatest(Worker.slots - running, 0)), 0),
             func.coalesce(func.max(Worker.slots), 0),
-        ).where(Worker.model == model, Worker.dead.is_(False))
+        ).where(Worker.model == model, Worker.dead.is_(False), Worker.ready)
     ).one()
     at_broker = session.execute(
         select(Job.tier, func.count())

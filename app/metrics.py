@@ -1,14 +1,16 @@
 """Prometheus metrics: what every process shares. Labels name tiers and codes, never tenants.
 
-/metrics has a private bind of its own, apart from the API.
+/metrics has a private bind of its own, apart from the API; a worker's answers /readyz there, too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
@@ -26,7 +28,10 @@ logger = logging.getLogger(__name__)
 class MetricsServer:
     """Answers /metrics on a thread of its own. A port that is taken costs the metrics, not the process."""
 
-    def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, settings: Settings, *, is_ready: Callable[[], bool] | None = None
+    ) -> None:
+        """With is_ready it answers /readyz as well: 200 while that holds, else 503."""
         self.port: int | None = None
         """Where it listens; None when it could not."""
         self.url: str | None = None
@@ -36,6 +41,8 @@ class MetricsServer:
         except OSError as error:
             logger.error("no metrics at %s:%d: %s", settings.metrics_host, settings.metrics_port, error)
             return
+        if is_ready is not None:
+            self._server.set_app(_with_readiness(make_wsgi_app(registry), is_ready))
         self.port = int(self._server.server_port)
         self.url = f"http://{settings.metrics_host}:{self.port}/metrics"
         logger.info("metrics at %s", self.url)
@@ -45,6 +52,18 @@ class MetricsServer:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+
+
+def _with_readiness(metrics: Callable[..., Any], is_ready: Callable[[], bool]) -> WSGIApplication:
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/readyz":
+            shown: Iterable[bytes] = metrics(environ, start_response)
+            return shown
+        ready = is_ready()
+        start_response("200 OK" if ready else "503 Service Unavailable", [("Content-Type", "application/json")])
+        return [b'{"status": "ready"}' if ready else b'{"status": "unready"}']
+
+    return answer
 
 
 class JobCounts(Collector):

@@ -104,6 +104,8 @@ class Settings(BaseSettings):
     """How long new tokens may wait for their common write, in milliseconds."""
     drain_s: float = Field(default=10.0, ge=0)
     """On SIGTERM, running jobs may finish for so many seconds; the rest are handed back."""
+    load_limit_s: float = Field(default=600.0, gt=0)
+    """A worker that has not loaded its model and warmed it up in so many seconds ends, to be started again."""
     watchdog_s: float = Field(default=60.0, gt=0)
     """An engine with work and no step for so many seconds is stuck: its worker ends, and the jobs resume elsewhere."""
     max_deaths: int = Field(default=5, ge=1)

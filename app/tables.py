@@ -310,7 +310,8 @@ class Worker(Base):
     host: Mapped[str]
     pid: Mapped[int]
     slots: Mapped[int]
-    free_slots: Mapped[int]
+    ready: Mapped[bool] = mapped_column(server_default=text("true"))
+    """Whether it takes jobs: its consumer asks the broker, and it is not about to end."""
     metrics_url: Mapped[str | None]
     """Where it answers with its metrics, on its own host; none when its port was taken."""
     steps: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))

@@ -19,7 +19,7 @@ class Reason(StrEnum):
     """What a queued job waits for."""
 
     NO_WORKER = "no_worker"
-    """No live worker serves its model."""
+    """No worker that serves its model is there and takes jobs."""
     DISPATCHED = "dispatched"
     """Nothing but a worker's next look at its queue."""
     SLOTS = "slots"
@@ -64,7 +64,7 @@ _PACE = text(
     """
 )
 
-_HAS_WORKER = text("select exists (select from workers where model = :model and not dead)")
+_HAS_WORKER = text("select exists (select from workers where model = :model and not dead and ready)")
 
 _AT_BROKER = text(
     """

@@ -46,6 +46,7 @@ def _make_engine(settings: Settings, redis_url: str) -> Celery:
     )
     app.conf.update(
         worker_pool="worker.pool:EnginePool",
+        worker_consumer="worker.consumer:Consumer",
         worker_concurrency=settings.max_num_seqs,
         # No prefetch limit. Intake holds back before the pop, where the message is still anybody's.
         worker_prefetch_multiplier=0,
@@ -57,11 +58,13 @@ def _make_engine(settings: Settings, redis_url: str) -> Celery:
 
 def _make_io(redis_url: str) -> Celery:
     """The io worker's: threads for webhooks, and the clock."""
-    app = celery_app("io", redis_url, [DELIVERIES])
+    app = celery_app("io", redis_url, [DELIVERIES], queue_order_strategy="worker.intake:Turns")
     app.conf.update(
         worker_pool="threads",
+        worker_consumer="worker.consumer:Consumer",
         worker_concurrency=IO_THREADS,
-        worker_prefetch_multiplier=1,
+        # No prefetch limit: no more is sent than may be in flight.
+        worker_prefetch_multiplier=0,
         worker_redirect_stdouts=False,
     )
     app.conf.include = ["worker.deliveries"]

@@ -18,6 +18,7 @@ from app import models, retention
 from app.broker import Broker, BrokerError
 from app.db import Database
 from app.dispatch import Dispatcher, settle
+from app.metrics import MetricsServer
 from app.models import Model
 from app.prompts import Prompts
 from app.rows import Desk
@@ -26,8 +27,10 @@ from app.shelf import Shelf
 from app.vault import Vault
 from worker import batches, webhooks
 from worker.batches import Clerk
+from worker.consumer import ConsumerWatch
+from worker.metrics import IoMetrics
 from worker.sweep import Sweeper
-from worker.vital import vital_thread
+from worker.vital import end_process, vital_thread
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ class Services:
     redis: redis.Redis
     broker: Broker
     dispatcher: Dispatcher
+    watch: ConsumerWatch
+    metrics: IoMetrics
 
 
 @functools.cache
@@ -73,6 +78,7 @@ def services() -> Services:
     model = models.describe(settings)
     database = Database(settings.database_url, pool_size=POOL_SIZE)
     broker = Broker(settings.redis_url)
+    watch = ConsumerWatch(settings.redis_url, leave=end_process)
     return Services(
         settings=settings,
         model=model,
@@ -81,6 +87,8 @@ def services() -> Services:
         redis=redis.Redis.from_url(settings.redis_url, socket_timeout=5, socket_connect_timeout=5),
         broker=broker,
         dispatcher=Dispatcher(database, broker, model.name, interval_s=settings.dispatch_interval_s),
+        watch=watch,
+        metrics=IoMetrics(lambda: watch.is_ready),
     )
 
 
@@ -92,6 +100,7 @@ def rounds(opened: Services) -> list[Round]:
         opened.broker,
         lease_s=opened.settings.lease_s,
         max_deaths=opened.settings.max_deaths,
+        metrics=opened.metrics,
         on_requeued=opened.dispatcher.nudge,
     )
     shelf = Shelf(opened.settings)
@@ -123,7 +132,8 @@ def _remove_bygone(opened: Services) -> None:
 class Clock:
     """Runs rounds from its making to `stop`."""
 
-    def __init__(self, rounds: list[Round]) -> None:
+    def __init__(self, rounds: list[Round], metrics: IoMetrics) -> None:
+        self._metrics = metrics
         self._stopped = threading.Event()
         self._threads = [vital_thread(each.name, functools.partial(self._repeat, each)) for each in rounds]
 
@@ -138,6 +148,7 @@ class Clock:
             try:
                 each.run()
             except (SQLAlchemyError, RedisError, BrokerError, OSError) as error:
+                self._metrics.failed_rounds.labels(each.name).inc()
                 logger.warning("a round of %s failed, the next one tries again: %s", each.name, error)
             if self._stopped.wait(each.interval_s):
                 return
@@ -153,12 +164,19 @@ class ClockStep(StartStopStep):  # type: ignore[misc]
         self._clock: Clock | None = None
 
     def start(self, parent: Any) -> None:
-        self._clock = Clock(rounds(services()))
+        opened = services()
+        self._metrics_server = MetricsServer(
+            opened.metrics.registry, opened.settings, is_ready=lambda: opened.watch.is_ready
+        )
+        self._clock = Clock(rounds(opened), opened.metrics)
+        opened.watch.start()
 
     def stop(self, parent: Any) -> None:
+        services().watch.close()
         if self._clock is not None:
             self._clock.stop()
             self._clock = None
+            self._metrics_server.close()
         services().dispatcher.close()
 
     def terminate(self, parent: Any) -> None:

@@ -11,4 +11,6 @@ from worker.clock import services
 @io.task(name=DELIVER, shared=False)  # type: ignore[untyped-decorator]
 def deliver(delivery_id: str, attempt: int) -> None:
     opened = services()
-    webhooks.deliver(opened.database, opened.vault, opened.settings, delivery_id, attempt)
+    outcome = webhooks.deliver(opened.database, opened.vault, opened.settings, delivery_id, attempt)
+    if outcome is not None:
+        opened.metrics.posts.labels("delivered" if outcome.is_delivered else "failed").inc()

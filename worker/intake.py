@@ -11,8 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import ClassVar
 
+from kombu.utils.scheduling import round_robin_cycle
+
 from app.broker import tier_of
 from app.tiers import POLICIES, Tier, TierTable
+from worker.consumer import Consumption
 
 
 class FairOrder:
@@ -58,9 +61,19 @@ class Intake:
 
     def consume(self, count: int) -> list[str]:
         """The queues that the next BRPOP names, in its order; none, and no BRPOP is sent."""
+        Consumption.note_ask()
         by_tier = {tier_of(queue): queue for queue in self._queues}
         return [by_tier[tier] for tier in self.order.sort(by_tier.keys() & Intake.open_tiers())]
 
     def rotate(self, queue: str) -> str:
         """Called with the queue that a message came from. The pool charges the tier, once it knows the jobs in it."""
         return queue
+
+
+class Turns(round_robin_cycle):
+    """The order of the io worker: one queue after the other, as kombu has it by itself."""
+
+    def consume(self, count: int) -> list[str]:
+        Consumption.note_ask()
+        queues: list[str] = super().consume(count)  # type: ignore[no-untyped-call]
+        return queues

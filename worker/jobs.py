@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -199,10 +199,11 @@ def request_of(request_id: str, claim: Claim) -> Request:
 class JobService:
     """All of a worker but Celery: from `take` on, a message's jobs run to their end and its callbacks are called."""
 
-    def __init__(self, settings: Settings, model: Model, engine: Engine) -> None:
+    def __init__(self, settings: Settings, model: Model, engine: Engine, *, is_ready: Callable[[], bool]) -> None:
         """Start the engine and everything around it; the worker is then alive in Postgres and may take messages.
 
-        Waits for the database. Settings must name both servers.
+        is_ready says whether messages are taken, as Postgres is to know. Waits for the database. Settings must name
+        both servers.
         """
         assert settings.database_url and settings.redis_url
         self._settings = settings
@@ -214,7 +215,7 @@ class JobService:
         self._broker = Broker(settings.redis_url)
         self._dispatcher = Dispatcher(self._database, self._broker, model.name)
         self._attempts = Attempts()
-        metrics = WorkerMetrics(engine)
+        metrics = WorkerMetrics(engine, is_ready)
         self._writer = ProgressWriter(
             self._database,
             self._redis,
@@ -225,7 +226,7 @@ class JobService:
             metrics=metrics,
         )
         engine.start(self._writer.on_outputs)
-        self._metrics_server = MetricsServer(metrics.registry, settings)
+        self._metrics_server = MetricsServer(metrics.registry, settings, is_ready=is_ready)
         self._watchdog = Watchdog(engine, patience_s=settings.watchdog_s)
         self._lease = Lease(
             self._database,
@@ -236,6 +237,8 @@ class JobService:
             model_name=model.name,
             metrics_url=self._metrics_server.url,
             heartbeat_s=settings.heartbeat_s,
+            is_ready=is_ready,
+            metrics=metrics,
             on_freed=self._dispatcher.nudge,
         )
         self._claimer = Claimer(

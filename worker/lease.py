@@ -19,6 +19,7 @@ from app.ids import new_id
 from app.tables import NOW, Job, Worker
 from engine.request import Engine
 from worker.attempts import Attempt, Attempts
+from worker.metrics import WorkerMetrics
 from worker.progress import ProgressWriter
 from worker.vital import end_process, vital_thread
 
@@ -42,11 +43,14 @@ class Lease:
         model_name: str,
         metrics_url: str | None,
         heartbeat_s: float,
+        is_ready: Callable[[], bool],
+        metrics: WorkerMetrics,
         on_freed: Callable[[], None],
     ) -> None:
         """Register, as soon as there is a database, and beat from then on.
 
-        on_freed is called, on the lease's thread, when jobs were handed back.
+        is_ready says whether jobs are taken: each beat tells it. on_freed is called, on the lease's thread, when jobs
+        were handed back.
         """
         self._database = database
         self._redis = client
@@ -56,6 +60,8 @@ class Lease:
         self._model_name = model_name
         self._metrics_url = metrics_url
         self._heartbeat_s = heartbeat_s
+        self._is_ready = is_ready
+        self._metrics = metrics
         self._on_freed = on_freed
         self._strays: set[str] = set()
         self._closed = threading.Event()
@@ -94,7 +100,7 @@ class Lease:
             host=socket.gethostname(),
             pid=os.getpid(),
             slots=stats.slots,
-            free_slots=stats.slots,
+            ready=self._is_ready(),
             metrics_url=self._metrics_url,
             steps=stats.steps,
             dead=False,
@@ -121,6 +127,7 @@ class Lease:
             try:
                 self._beat()
             except SQLAlchemyError as error:
+                self._metrics.failed_beats.inc()
                 logger.warning("a heartbeat failed: %s", error)
 
     def _beat(self) -> None:
@@ -143,11 +150,7 @@ class Lease:
         beaten = session.execute(
             update(Worker)
             .where(Worker.id == self._owner, Worker.dead.is_(False))
-            .values(
-                heartbeat_at=NOW,
-                steps=stats.steps,
-                free_slots=max(0, stats.slots - stats.running - stats.waiting),
-            )
+            .values(heartbeat_at=NOW, steps=stats.steps, ready=self._is_ready())
             .returning(Worker.id)
         )
         return beaten.first() is not None
@@ -179,6 +182,7 @@ class Lease:
         with self._database.transaction() as session:
             handed_back = jobs.hand_back(session, self._owner, job_ids)
         events.announce(self._redis, handed_back)
+        self._metrics.strays.inc(len(handed_back))
         logger.warning("handed back %d jobs that were ours and did not run", len(handed_back))
         self._on_freed()
 

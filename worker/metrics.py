@@ -1,26 +1,28 @@
-"""What a worker tells Prometheus. Labels by tier, never by tenant."""
+"""What the workers tell Prometheus. Labels by tier, never by tenant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from app.tiers import POLICIES, Tier
 from engine.request import Engine, Output, Stats
 from worker.attempts import Attempt, Outcome
+from worker.consumer import Consumption
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 
 
 class WorkerMetrics:
-    """Counters and histograms of one worker process. Its engine's numbers are read when Prometheus asks."""
+    """Counters and histograms of one engine worker. Its engine's numbers are read when Prometheus asks."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, is_ready: Callable[[], bool]) -> None:
         self.registry = CollectorRegistry()
+        _show_consumer(self.registry, is_ready)
         tokens = Counter("everbatch_generated_tokens", "Tokens generated, by tier.", ["tier"], registry=self.registry)
         self._ended = Counter(
             "everbatch_attempts_ended", "Attempts that ended here, by outcome.", ["tier", "outcome"],
@@ -33,6 +35,17 @@ class WorkerMetrics:
         inter_token = Histogram(
             "everbatch_inter_token_seconds", "Between two tokens of a job.", ["tier"],
             buckets=_INTER_TOKEN_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self.strays = Counter(
+            "everbatch_strays_handed_back", "Jobs handed back that were this worker's and did not run there.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.failed_beats = Counter(
+            "everbatch_failed_heartbeats", "Heartbeats that Postgres did not take.", registry=self.registry
+        )
+        self.failed_writes = Counter(
+            "everbatch_failed_writes", "Writes of progress that Postgres did not take; they are tried again.",
+            registry=self.registry,
         )  # fmt: skip
         # Looked up once, not with each token: that costs as much as the counting.
         self._tokens = {tier: tokens.labels(tier.value) for tier in Tier}
@@ -53,6 +66,58 @@ class WorkerMetrics:
 
     def count_end(self, tier: Tier, outcome: Outcome) -> None:
         self._ended.labels(tier.value, outcome.value).inc()
+
+
+class IoMetrics:
+    """Counters of one io worker."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self.registry = CollectorRegistry()
+        _show_consumer(self.registry, is_ready)
+        self.failed_rounds = Counter(
+            "everbatch_failed_rounds", "Rounds that a server's error ended early, by round.", ["round"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.leads = Gauge("everbatch_sweep_leader", "1 where this process sweeps, else 0.", registry=self.registry)
+        self.last_sweep = Gauge(
+            "everbatch_last_sweep_timestamp_seconds", "When this process last swept, in Unix seconds; 0: never.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.deaths = Counter(
+            "everbatch_workers_declared_dead", "Engine workers whose heartbeat had grown old.", registry=self.registry
+        )
+        self.requeued = Counter(
+            "everbatch_jobs_requeued", "Jobs put back in line because their worker was dead.", registry=self.registry
+        )
+        self.poison = Counter(
+            "everbatch_jobs_poison", "Jobs that failed because too many workers died under them.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.expired = Counter(
+            "everbatch_jobs_expired", "Jobs that the sweep ended at their deadline.", registry=self.registry
+        )
+        self.lost_messages = Counter(
+            "everbatch_messages_lost", "Messages found lost at the broker, by tier; their jobs are sent again.",
+            ["tier"], registry=self.registry,
+        )  # fmt: skip
+        self.posts = Counter(
+            "everbatch_delivery_attempts", "Webhooks posted: delivered, or failed.", ["outcome"], registry=self.registry
+        )
+
+
+def _show_consumer(registry: CollectorRegistry, is_ready: Callable[[], bool]) -> None:
+    ready = Gauge("everbatch_ready", "1 while this worker takes messages, else 0.", registry=registry)
+    ready.set_function(lambda: float(is_ready()))
+    registry.register(_ConsumerCollector())
+
+
+class _ConsumerCollector(Collector):
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(
+            "everbatch_broker_connections",
+            "Connections made to take messages by; more than one: it was lost and made again.",
+            value=Consumption.connections,
+        )
 
 
 class _EngineCollector(Collector):

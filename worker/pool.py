@@ -14,6 +14,7 @@ import itertools
 import logging
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +42,11 @@ from engine.garbage import collect_rarely
 from engine.limits import Preemption, Prefill
 from engine.request import Engine
 from worker.attempts import Task
+from worker.consumer import ConsumerWatch
 from worker.intake import FairOrder, Intake
 from worker.jobs import JobService
 from worker.tasks import DONE_TASK
+from worker.vital import end_process, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +100,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._messages: dict[int, tuple[_Message, Task]] = {}
         self._callbacks: deque[Callable[[], object]] = deque()
         self._is_in_haste = False
+        self._stopping = threading.Lock()
         self._is_stopped = False
 
     # ---- start and stop, on the main thread
@@ -109,16 +113,22 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._settings = get_settings()
         try:
             model = models.describe(self._settings)
-            engine = _build(self._settings, model)
+            limit_s = self._settings.load_limit_s
+            complaint = f"the model {model.name} was not loaded in {limit_s:g} s (EVERBATCH_LOAD_LIMIT_S)"
+            with time_limit(limit_s, complaint):
+                engine = _build(self._settings, model)
         except (SetupError, ModelError) as error:
             sys.stderr.write(f"{error}\n")
             raise SystemExit(CANNOT_START) from None
         collect_rarely()
-        self._service = JobService(self._settings, model, engine)
+        assert self._settings.redis_url
+        self._watch = ConsumerWatch(self._settings.redis_url, leave=self._leave)
+        self._service = JobService(self._settings, model, engine, is_ready=lambda: self._watch.is_ready)
         self._finishers = ThreadPoolExecutor(FINISHERS, thread_name_prefix="finisher")
         self._others = ThreadPoolExecutor(OTHERS, thread_name_prefix="other")
         Intake.order = FairOrder(self._settings.tiers)
         Intake.open_tiers = self._service.open_tiers
+        self._watch.start()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, self._on_signal)
 
@@ -133,22 +143,34 @@ class EnginePool(BasePool):  # type: ignore[misc]
     def on_close(self) -> None:
         """Celery stops taking messages, and so do we. Those that are not claimed yet go back to the broker."""
         Intake.open_tiers = frozenset
+        self._watch.close()
         self._service.stop_taking()
         logger.info("the worker takes no more jobs; those that run have %s s to end", self._settings.drain_s)
 
     def on_stop(self) -> None:
         """Let running jobs end for a while, their streams flowing; hand back the rest."""
-        if self._is_stopped:
-            return
-        self._is_stopped = True
-        deadline = time.monotonic() + self._settings.drain_s
-        while self._service.is_busy and time.monotonic() < deadline and not self._is_in_haste:
-            self._run_callbacks()
-            time.sleep(0.01)
-        self._service.close()
+        self._end_service(self._run_callbacks)
         self._finishers.shutdown()
         self._others.shutdown(wait=False, cancel_futures=True)
         self._run_callbacks()
+
+    def _leave(self) -> NoReturn:
+        """Stop without Celery, whose thread may hang. What it did not acknowledge comes again, as duplicates."""
+        self.on_close()
+        self._end_service(_nothing)
+        end_process()
+
+    def _end_service(self, between: Callable[[], object]) -> None:
+        """Wait for running jobs, calling `between` again and again; hand back the rest. The first call does it."""
+        with self._stopping:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+            deadline = time.monotonic() + self._settings.drain_s
+            while self._service.is_busy and time.monotonic() < deadline and not self._is_in_haste:
+                between()
+                time.sleep(0.01)
+            self._service.close()
 
     def on_terminate(self) -> None:
         self._is_in_haste = True

@@ -191,6 +191,7 @@ class ProgressWriter:
             self._failures = 0
         except SQLAlchemyError as error:
             self._failures += 1
+            self._metrics.failed_writes.inc()
             logger.warning("progress was not written, again in %s s: %s", self._pause_s, error)
             self._write_within(self._pause_s)
 

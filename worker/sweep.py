@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from app.db import Database
 from app.events import Event
 from app.tables import NOW, Job, Worker
 from app.tiers import Tier
+from worker.metrics import IoMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Sweeper:
         *,
         lease_s: float,
         max_deaths: int,
+        metrics: IoMetrics,
         on_requeued: Callable[[], None],
     ) -> None:
         """on_requeued is called after a sweep that put jobs back in line."""
@@ -68,6 +71,7 @@ class Sweeper:
         self._broker = broker
         self._lease_s = lease_s
         self._max_deaths = max_deaths
+        self._metrics = metrics
         self._on_requeued = on_requeued
         self._leadership: Connection | None = None
         self._leader_since = 0.0
@@ -95,17 +99,21 @@ class Sweeper:
             self._declare_dead()
         requeued = forgotten = 0
         if seen.orphans or seen.silent_workers:
-            requeued = self._move_all(
+            moved = self._move_all(
                 lambda session: jobs.requeue_orphans(session, max_deaths=self._max_deaths, limit=LIMIT)
             )
+            requeued = moved["queued"]
+            self._metrics.requeued.inc(requeued)
+            self._metrics.poison.inc(moved["failed"])
         if seen.expired:
-            self._move_all(lambda session: jobs.expire(session, limit=LIMIT))
+            self._metrics.expired.inc(self._move_all(lambda session: jobs.expire(session, limit=LIMIT)).total())
         if seen.unclaimed:
             forgotten = self._forget_lost_messages()
         if seen.bygone_workers:
             self._drop_dead_workers()
         if requeued or forgotten:
             self._on_requeued()
+        self._metrics.last_sweep.set_to_current_time()
 
     def _look(self, leadership: Connection) -> _Seen:
         """What there is to do: all that a quiet round asks. It also shows that the lock is still held."""
@@ -128,6 +136,7 @@ class Sweeper:
             connection.close()
             return None
         self._leadership, self._leader_since = connection, time.monotonic()
+        self._metrics.leads.set(1)
         logger.info("this process sweeps")
         return connection
 
@@ -137,22 +146,27 @@ class Sweeper:
             self._leadership.invalidate()
             self._leadership.close()
             self._leadership = None
+            self._metrics.leads.set(0)
 
     def _declare_dead(self) -> None:
         """By the database's clock alone. From this commit on, the worker can claim nothing and learns it is dead."""
         with self._database.autocommit() as session:
             dead = session.scalars(update(Worker).where(self._is_silent).values(dead=True).returning(Worker.id)).all()
+        self._metrics.deaths.inc(len(dead))
         for worker_id in dead:
             logger.warning("worker %s sent no heartbeat for %s s and is declared dead", worker_id, self._lease_s)
 
-    def _move_all(self, move: Callable[[Session], list[Event]]) -> int:
-        """Move jobs, a transaction at a time, until fewer than LIMIT are found; announce them. Returns how many."""
-        total = 0
+    def _move_all(self, move: Callable[[Session], list[Event]]) -> Counter[str]:
+        """Move jobs, a transaction at a time, until fewer than LIMIT are found; announce them.
+
+        Returns how many came to be what.
+        """
+        total: Counter[str] = Counter()
         while True:
             with self._database.transaction() as session:
                 moved = move(session)
             events.announce(self._redis, moved)
-            total += len(moved)
+            total.update(event.kind for event in moved)
             if len(moved) < LIMIT:
                 return total
 
@@ -170,6 +184,7 @@ class Sweeper:
                 lost = jobs.forget_lost_messages(session, model, tier, queue_is_empty=is_empty, grace_s=GRACE_S)
             if lost:
                 logger.warning("%d messages of %s jobs for %s were lost; their jobs are sent again", lost, tier, model)
+            self._metrics.lost_messages.labels(tier.value).inc(lost)
             forgotten += lost
         return forgotten
 

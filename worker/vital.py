@@ -1,11 +1,12 @@
-"""Threads that a worker cannot live without."""
+"""Threads that a worker cannot live without, and how it ends when something is beyond repair."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,26 @@ def vital_thread(name: str, run: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run_or_end, name=name, daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def time_limit(seconds: float, complaint: str) -> Iterator[None]:
+    """The block may take so long; a process that is still in it then says the complaint and ends.
+
+    It is ended from another thread: what takes too long may be a call that no exception reaches.
+    """
+
+    def end() -> None:
+        logger.critical("%s", complaint)
+        end_process()
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def end_process() -> NoReturn:

@@ -67,15 +67,16 @@ def _send_some(database: Database, broker: Broker) -> bool:
     return bool(taken)
 
 
-def deliver(database: Database, vault: Vault, settings: Settings, delivery_id: str, attempt: int) -> None:
-    """Post one delivery and record the outcome. Nothing happens for a message that is late or doubled."""
+def deliver(database: Database, vault: Vault, settings: Settings, delivery_id: str, attempt: int) -> Outcome | None:
+    """Post one delivery, record the outcome and return it. None for a message that is late or doubled."""
     with database.transaction() as session:
         outgoing = webhooks.start(session, vault, delivery_id, attempt)
     if outgoing is None:
-        return
+        return None
     outcome = post(outgoing, delivery_id, settings)  # no connection is held while a receiver takes its time
     with database.transaction() as session:
         webhooks.record(session, delivery_id, attempt, outcome)
+    return outcome
 
 
 def post(outgoing: Outgoing, delivery_id: str, settings: Settings) -> Outcome:

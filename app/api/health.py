@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import redis
 from flask import Blueprint, Response, jsonify
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from sqlalchemy import NullPool, create_engine, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.api.services import services
+from app.broker import answers
 from app.settings import Settings
 from app.tables import NOW, Worker
 
@@ -31,10 +29,9 @@ def ready() -> Response:
     Workers may be missing: jobs are taken and wait for them.
     """
     settings = services().settings
-    workers = _live_workers(settings)
-    missing = [
-        name for name, found in (("database", workers is not None), ("redis", _redis_answers(settings))) if not found
-    ]
+    workers = _ready_workers(settings)
+    has_redis = answers(settings.redis_url or "", _PROBE_S)
+    missing = [name for name, found in (("database", workers is not None), ("redis", has_redis)) if not found]
     answer = jsonify(status="unready" if missing else "ready", missing=missing, workers=workers)
     if missing:
         answer.status_code = 503
@@ -42,8 +39,8 @@ def ready() -> Response:
     return answer
 
 
-def _live_workers(settings: Settings) -> int | None:
-    """Workers with a fresh heartbeat; None when the database does not answer.
+def _ready_workers(settings: Settings) -> int | None:
+    """Workers with a fresh heartbeat that take jobs; None when the database does not answer.
 
     Asked on a connection of its own: one from the pool would wait for a frozen server for minutes.
     """
@@ -55,17 +52,8 @@ def _live_workers(settings: Settings) -> int | None:
     )
     try:
         with probe.connect() as connection:
-            return connection.scalar(select(func.count()).select_from(Worker).where(Worker.dead.is_(False), fresh))
+            return connection.scalar(
+                select(func.count()).select_from(Worker).where(Worker.dead.is_(False), Worker.ready, fresh)
+            )
     except SQLAlchemyError:
         return None
-
-
-def _redis_answers(settings: Settings) -> bool:
-    client = redis.Redis.from_url(
-        settings.redis_url or "", socket_timeout=_PROBE_S, socket_connect_timeout=_PROBE_S, retry=Retry(NoBackoff(), 0)
-    )
-    with client:
-        try:
-            return bool(client.ping())
-        except redis.RedisError:
-            return False

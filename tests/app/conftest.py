@@ -129,9 +129,7 @@ class HandWorker:
 
     def __post_init__(self) -> None:
         with self.db.transaction() as session:
-            session.add(
-                Worker(id=self.id, model=self.model, host="here", pid=1, slots=self.slots, free_slots=self.slots)
-            )
+            session.add(Worker(id=self.id, model=self.model, host="here", pid=1, slots=self.slots))
 
     def claim(self, *job_ids: str, number: int = 1) -> list[Claim]:
         with self.db.transaction() as session:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
@@ -64,6 +64,8 @@ class Silent:
 
     def count_end(self, *_: Any) -> None: ...
 
+    failed_writes = Counter("failed", "…", registry=None)
+
 
 @pytest.fixture
 def deaf(site: Site) -> Iterator[Deaf]:
@@ -77,7 +79,7 @@ def claimed(site: Site, attempts: Attempts) -> Attempt:
     owner = new_id("worker")
     (job_id,) = site.submit()
     with site.db.transaction() as session:
-        session.add(tables.Worker(id=owner, model="echo", host="here", pid=0, slots=1, free_slots=1))
+        session.add(tables.Worker(id=owner, model="echo", host="here", pid=0, slots=1))
     with site.db.transaction() as session:
         (claim,) = jobs.claim(session, owner, {job_id: 1})
     task = Task(Tier.PAID, {job_id: 1}, on_claimed=lambda: None, on_done=lambda: None)
