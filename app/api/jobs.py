@@ -44,7 +44,7 @@ def submit() -> Response:
         settings=own.settings,
     )
     with own.database.transaction() as session:
-        job, moved, is_new = jobs.submit(
+        job, is_new = jobs.submit(
             session,
             tenant().id,
             submission,
@@ -55,7 +55,6 @@ def submit() -> Response:
         shown = job_object(job)
     if is_new:
         own.metrics.submitted.labels(submission.tier.value).inc()
-        own.publish(moved)
         own.dispatcher.nudge()
     answer = jsonify(shown)
     answer.status_code = 202

@@ -58,4 +58,4 @@ def put_in_line(running: Service, tier: Tier, count: int, *, max_tokens: int, mo
     )
     with running.database.transaction() as session:
         tenant_id = ask(running, "select id from tenants where plan = 'paid'").id
-        return [event.job_id for event in jobs.submit_rows(session, tenant_id, [submission] * count)]
+        return jobs.submit_rows(session, tenant_id, [submission] * count)
