@@ -14,6 +14,7 @@ from werkzeug.test import TestResponse
 
 from app.api.services import services_of
 from app.db import Database
+from app.reception import Reception
 from app.settings import Settings
 from app.tables import Delivery, Job
 from app.tiers import Plan
@@ -106,12 +107,10 @@ def test_the_deadline_counts_from_the_submission(call: Any, db: Database, settin
     assert spans[default] == timedelta(seconds=settings.deadline_s)
 
 
-def test_a_full_queue_answers_429_and_when_to_come_back(
-    settings: Settings, call: Any, call_as: Any, new_tenant: Any, app: Any
-) -> None:
+def test_a_full_queue_answers_429_and_when_to_come_back(call: Any, call_as: Any, new_tenant: Any, app: Any) -> None:
     services = services_of(app).get()
-    full = settings.model_copy(update={"max_queued_jobs": 2})
-    object.__setattr__(services, "settings", full)
+    reception = services.reception
+    object.__setattr__(services, "reception", Reception(services.database, max_queued=2))
     try:
         assert [call.submit().status_code for _ in range(3)] == [202, 202, 429]
         answer = call.submit()
@@ -119,7 +118,7 @@ def test_a_full_queue_answers_429_and_when_to_come_back(
         assert 1 <= int(answer.headers["Retry-After"]) <= 60
         assert call_as(new_tenant()).submit().status_code == 202  # another tenant's queue is his own
     finally:
-        object.__setattr__(services, "settings", settings)
+        object.__setattr__(services, "reception", reception)
 
 
 # ---- idempotency
