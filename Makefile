@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 INSTALLED := .venv/installed
-BENCHMARKS = $(filter-out gpu_check,$(basename $(notdir $(sort $(wildcard benchmarks/[a-z]*.py)))))
+BENCHMARKS = $(filter-out gpu_check,$(basename $(notdir $(sort $(wildcard benchmarks/[a-z]*.py))))) service
 
 # Idle OpenMP threads sleep instead of spinning: these machines run a database and a broker beside the model.
 export OMP_WAIT_POLICY := PASSIVE

@@ -24,6 +24,7 @@ def api_command(settings: Settings) -> list[str]:
         *[sys.executable, "-m", "gunicorn", "app.api:create_app()"],
         *["--bind", f"{settings.host}:{settings.port}"],
         *["--worker-class", "app.api.server.Worker", "--threads", str(settings.api_threads)],
+        *["--worker-connections", str(max(1000, 2 * settings.api_threads))],  # half of them may be idle
         *["--graceful-timeout", str(API_GRACE_S)],
         *["--keep-alive", str(API_KEEP_ALIVE_S)],
         *["--worker-tmp-dir", "/dev/shm"],  # its heartbeat file must not wait for a disk

@@ -10,19 +10,34 @@ for a lock would otherwise number its event by an old snapshot.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, delete, func, select, text, update
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import (
+    ARRAY,
+    ColumnElement,
+    DateTime,
+    Text,
+    TextClause,
+    and_,
+    any_,
+    bindparam,
+    delete,
+    func,
+    literal,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.orm import Session, undefer
 from sqlalchemy.orm.attributes import set_committed_value
 
 from app import db, limits, settlements, tables, webhooks
-from app.errors import Conflict, KeyReused, NotFound, QueueFull
+from app.errors import Conflict, KeyReused, NotFound, QueueFull, QuotaExceeded, Refusal
 from app.events import Event
 from app.ids import new_id
 from app.tables import Job
@@ -91,6 +106,22 @@ class Idempotency:
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """A submission, and the key under which it came."""
+
+    submission: Submission
+    idempotency: Idempotency | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The job that a submission made, or had made before."""
+
+    job: Job
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """A job that this worker now runs, and all that its engine needs."""
 
@@ -128,61 +159,114 @@ class Finished:
 # ---- move: the only writer of a status
 
 
-def move(session: Session, jobs: Sequence[Job], to: Status, *, reason: str | None = None) -> list[Event]:
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A locked job that is to change its status, and the facts that change with it."""
+
+    id: str
+    owner: str | None = None
+    """The worker that runs it from now on."""
+    claimed_number: int | None = None
+    """The dispatch number of the message by which it is claimed; None leaves it, as below."""
+    deaths: int | None = None
+    tokens_at_death: int | None = None
+    finish_reason: str | None = None
+    error: Mapping[str, Any] | None = None
+
+
+def move(session: Session, moves: Sequence[Move], to: Status, *, reason: str | None = None) -> list[Event]:
     """Move locked jobs to a status, each with its next event; at a terminal one also with its settlement and its
     webhook's delivery.
 
-    Callers set the facts of the move (owner, attempt, finish_reason, error) on the rows before. Returns the events,
-    to be announced after the commit. Raises AssertionError for a transition that the table does not allow.
+    Returns the events in the order of the moves, to be announced after the commit. Raises AssertionError for a
+    transition that the table does not allow.
     """
-    if not jobs:
+    if not moves:
         return []
-    logs = _logs(session, [job.id for job in jobs], with_output=to.is_terminal)
-    moved: list[Event] = []
-    for job in jobs:
-        log = logs[job.id]
-        assert to in TRANSITIONS[Status(job.status)], f"{job.id}: {job.status} → {to}"
-        job.status = to.value
-        if to is not Status.RUNNING:
-            job.owner = None
-        if to is Status.RUNNING and job.started_at is None:
-            job.started_at = log.read_at
-        if to.is_terminal:
-            job.finished_at = log.read_at
-            job.output_text, job.completion_tokens = log.output_text, log.completion_tokens
-        event = Event(job.id, log.last_number + 1, to.value, _facts(job, reason))
-        session.add(tables.Event(job_id=job.id, number=event.number, kind=event.kind, data=event.data))
-        moved.append(event)
-        if to.is_terminal and job.webhook_url is not None:
-            session.add(webhooks.delivery_of(job, log.read_at))
-        if to.is_terminal:
-            session.add(settlements.settlement_of(job))
-    session.flush()
-    return moved
+    rows = session.execute(
+        _MOVES[to],
+        {
+            "moves": json.dumps([asdict(each) for each in moves]),
+            "to": to.value,
+            "allowed_from": [status.value for status, allowed in TRANSITIONS.items() if to in allowed],
+            "reason": reason,
+        },
+    )
+    moved = {row.id: row for row in rows}
+    assert len(moved) == len(moves), f"{[each.id for each in moves if each.id not in moved]} cannot become {to}"
+    if to.is_terminal:
+        settlements.settle(session, list(moved))
+        webhooks.deliver(session, [row.id for row in moved.values() if row.has_webhook])
+    return [Event(each.id, moved[each.id].number, to.value, moved[each.id].facts) for each in moves]
 
 
-def _facts(job: Job, reason: str | None) -> dict[str, Any]:
-    """What the event of a move says."""
-    match Status(job.status):
-        case Status.QUEUED:
-            return {"status": job.status} | ({"reason": reason} if reason else {})
-        case Status.RUNNING:
-            return {"status": job.status, "attempt": job.attempt}
-    return {
-        "status": job.status,
-        "finish_reason": job.finish_reason,
-        "usage": settlements.usage_of(job),
-        "error": job.error,
-    }
+def _move_statement(changes: str, facts: str) -> TextClause:
+    """The statement of a move: what it changes beside the status, and what its event says of the changed row.
+
+    clock is the time by the database's clock; log the job's events, summed up.
+    """
+    return text(
+        f"""
+        with asked as materialized (
+            select * from json_to_recordset(cast(:moves as json)) as asked (
+                id text, owner text, claimed_number bigint, deaths int, tokens_at_death int, finish_reason text,
+                error jsonb
+            )
+        ), moved as (
+            update jobs set status = :to, owner = asked.owner, {changes}
+            from asked cross join lateral (
+                select coalesce(max(number), 0) as last_number, string_agg(text, ''::bytea order by number) as text,
+                    coalesce(sum(cardinality(token_ids)), 0) as tokens
+                from events where job_id = asked.id
+            ) as log cross join clock_timestamp() as clock
+            where jobs.id = asked.id and jobs.status = any(:allowed_from)
+            returning jobs.id, log.last_number + 1 as number, {facts} as facts, webhook_url is not null as has_webhook
+        ), told as (
+            insert into events (job_id, number, kind, data) select id, number, :to, facts from moved
+        )
+        select id, number, facts, has_webhook from moved
+        """
+    )
+
+
+_END = _move_statement(
+    """
+    finished_at = clock, output_text = coalesce(log.text, ''::bytea), completion_tokens = log.tokens,
+    finish_reason = asked.finish_reason, error = asked.error, deaths = coalesce(asked.deaths, jobs.deaths),
+    tokens_at_death = coalesce(asked.tokens_at_death, jobs.tokens_at_death)
+    """,
+    f"""
+    jsonb_build_object(
+        'status', status, 'finish_reason', jobs.finish_reason, 'error', jobs.error, 'usage', jsonb_build_object(
+            'prompt_tokens', {settlements.CHARGED_PROMPT}, 'completion_tokens', completion_tokens,
+            'total_tokens', {settlements.CHARGED_PROMPT} + completion_tokens
+        )
+    )
+    """,
+)
+_MOVES: dict[Status, TextClause] = {
+    Status.QUEUED: _move_statement(
+        """
+        handed_back = true, deaths = coalesce(asked.deaths, jobs.deaths),
+        tokens_at_death = coalesce(asked.tokens_at_death, jobs.tokens_at_death)
+        """,
+        "jsonb_strip_nulls(jsonb_build_object('status', status, 'reason', cast(:reason as text)))",
+    ),
+    Status.RUNNING: _move_statement(
+        """
+        attempt = attempt + 1, claimed_number = asked.claimed_number, dispatch_number = null, dispatched_at = null,
+        started_at = coalesce(started_at, clock)
+        """,
+        "jsonb_build_object('status', status, 'attempt', attempt)",
+    ),
+    **dict.fromkeys(TERMINAL, _END),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Log:
     """A job's events, summed up."""
 
-    read_at: datetime
-    """By the database's clock."""
-    last_number: int
     output_text: str
     """The texts, joined: the result is what was shown, by construction."""
     completion_tokens: int
@@ -190,9 +274,8 @@ class _Log:
 
 _LOGS = text(
     """
-    select id, clock_timestamp() as read_at, coalesce(max(number), 0) as last_number,
-        coalesce(string_agg(text, ''::bytea order by number) filter (where :with_output), ''::bytea) as output_text,
-        coalesce(sum(cardinality(token_ids)), 0) as completion_tokens
+    select id, coalesce(string_agg(text, ''::bytea order by number) filter (where :with_output), ''::bytea)
+        as output_text, coalesce(sum(cardinality(token_ids)), 0) as completion_tokens
     from unnest(cast(:ids as text[])) as asked (id) left join events on events.job_id = asked.id
     group by id
     """
@@ -200,34 +283,47 @@ _LOGS = text(
 
 
 def _logs(session: Session, job_ids: Collection[str], *, with_output: bool = True) -> dict[str, _Log]:
-    """The log of each job; without its output's text, if that is not wanted. To write, lock the jobs' rows before."""
+    """The log of each job; without its output's text, if that is not wanted."""
     if not job_ids:
         return {}
     rows = session.execute(_LOGS, {"ids": list(job_ids), "with_output": with_output})
-    return {
-        row.id: _Log(row.read_at, row.last_number, bytes(row.output_text).decode(), int(row.completion_tokens))
-        for row in rows
-    }
+    return {row.id: _Log(bytes(row.output_text).decode(), int(row.completion_tokens)) for row in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class _Locked:
+    """What moves look at of a job that they locked."""
+
+    id: str
+    tier: str
+    status: str
+    attempt: int
+    owner: str | None
+    claimed_number: int | None
+    deaths: int
+    tokens_at_death: int
+
+
+_LOCKED = [getattr(Job, field.name) for field in fields(_Locked)]
 
 
 def _lock(
     session: Session, *conditions: ColumnElement[bool], skip_locked: bool = False, limit: int | None = None
-) -> list[Job]:
-    return list(
-        session.scalars(
-            select(Job)
-            .where(*conditions)
-            .order_by(Job.id)
-            .limit(limit)
-            .with_for_update(skip_locked=skip_locked)
-            .execution_options(populate_existing=True)
-        )
+) -> list[_Locked]:
+    rows = session.execute(
+        select(*_LOCKED).where(*conditions).order_by(Job.id).limit(limit).with_for_update(skip_locked=skip_locked)
     )
+    return [_Locked(*row) for row in rows]
+
+
+def _is_among(job_ids: Collection[str]) -> ColumnElement[bool]:
+    """One parameter, however many they are: the statement stays the same, and is prepared once."""
+    return Job.id == any_(literal(list(job_ids), ARRAY(Text)))
 
 
 def lock(session: Session, job_ids: Collection[str]) -> None:
     """Lock jobs ahead of several writes to them, so that the order of ids holds over all of these together."""
-    session.execute(select(Job.id).where(Job.id.in_(job_ids)).order_by(Job.id).with_for_update())
+    session.execute(select(Job.id).where(_is_among(job_ids)).order_by(Job.id).with_for_update())
 
 
 # ---- submit and read
@@ -240,109 +336,160 @@ def submit(
     *,
     max_queued: int,
     idempotency: Idempotency | None = None,
-) -> tuple[Job, list[Event], bool]:
-    """Write a job in state queued. Returns it, its events to announce, and whether it is new.
+) -> tuple[Job, bool]:
+    """Write a job in state queued. Returns it, and whether it is new.
 
+    Its first event is not to be announced: nobody follows a job before he knows its id, and then he reads the rows.
     The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
     Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs of the tier in line,
     QuotaExceeded when its tokens of today do not suffice for the most that the job may use.
     """
-    job_id = new_id("job")
-    if idempotency is not None and not _remember(session, tenant_id, idempotency, job_id):
-        # Somebody used the key before, or at the same moment and has committed since: his job is the one. Nothing of
-        # ours was written, and the next statement of a READ COMMITTED transaction sees what he wrote.
-        return _remembered(session, tenant_id, idempotency), [], False
-    moment = _admitted_at(session, tenant_id, submission.tier, max_queued)
-    is_reserved = limits.reserve(session, tenant_id, settlements.day_of(moment), submission.most_tokens)
-    job = _new_job(job_id, tenant_id, submission, moment, is_reserved=is_reserved)
-    session.add(job)
-    session.flush()
-    return job, [_first_event(session, job)], True
+    (outcome,) = submit_all(session, tenant_id, [Order(submission, idempotency)], max_queued=max_queued)
+    if isinstance(outcome, Refusal):
+        raise outcome
+    return outcome.job, outcome.is_new
 
 
-def submit_rows(session: Session, tenant_id: str, rows: Sequence[Submission]) -> list[Event]:
-    """Write the jobs of a batch's rows, in state queued. Raises QuotaExceeded when together they may use too much."""
+def submit_all(
+    session: Session, tenant_id: str, orders: Sequence[Order], *, max_queued: int
+) -> list[Submitted | Refusal]:
+    """Write jobs of a tenant, each as submit does: what became of each, in their order.
+
+    They are of one tier, and their keys are distinct.
+    """
+    (tier,) = {order.submission.tier for order in orders}
+    by_id = {new_id("job"): order for order in orders}
+    # Where a key is not bound, somebody used it before, or at the same moment and has committed since: his job is the
+    # one. The next statement of a READ COMMITTED transaction sees what he wrote.
+    bound = _remember(
+        session, tenant_id, {job_id: order.idempotency for job_id, order in by_id.items() if order.idempotency}
+    )
+    fresh = {
+        job_id: order.submission for job_id, order in by_id.items() if order.idempotency is None or job_id in bound
+    }
+    moment, places = _places(session, tenant_id, tier, max_queued)
+    refused: dict[str, Refusal] = {job_id: QueueFull() for job_id in list(fresh)[places:]}
+    admitted = {job_id: submission for job_id, submission in fresh.items() if job_id not in refused}
+    is_reserved, too_many = _reserve(session, tenant_id, admitted, moment)
+    refused |= too_many
+    written = {job_id: submission for job_id, submission in admitted.items() if job_id not in refused}
+    if written:
+        _write(session, tenant_id, written, moment, is_reserved=is_reserved)
+    if lost := bound & refused.keys():
+        _forget(session, tenant_id, lost)
+    outcomes: list[Submitted | Refusal] = []
+    for job_id, order in by_id.items():
+        if job_id in written:
+            outcomes.append(Submitted(_new_job(job_id, tenant_id, order.submission, moment), is_new=True))
+        elif job_id in refused:
+            outcomes.append(refused[job_id])
+        else:
+            assert order.idempotency is not None
+            outcomes.append(_replayed(session, tenant_id, order.idempotency))
+    return outcomes
+
+
+def _reserve(
+    session: Session, tenant_id: str, submissions: Mapping[str, Submission], moment: datetime
+) -> tuple[bool, dict[str, Refusal]]:
+    """Reserve the tokens of the jobs: whether the tenant has a quota at all, and whom it does not suffice for."""
+    day = settlements.day_of(moment)
+    try:
+        most_tokens = sum(submission.most_tokens for submission in submissions.values())
+        return limits.reserve(session, tenant_id, day, most_tokens), {}
+    except QuotaExceeded as refusal:
+        if len(submissions) == 1:
+            return True, dict.fromkeys(submissions, refusal)
+    refused: dict[str, Refusal] = {}
+    for job_id, submission in submissions.items():
+        refused |= _reserve(session, tenant_id, {job_id: submission}, moment)[1]
+    return True, refused
+
+
+def submit_rows(session: Session, tenant_id: str, rows: Sequence[Submission]) -> list[str]:
+    """Write the jobs of a batch's rows, in state queued; their ids.
+
+    Raises QuotaExceeded when together they may use too much.
+    """
     moment = db.now(session)
     most_tokens = sum(row.most_tokens for row in rows)
     is_reserved = bool(rows) and limits.reserve(session, tenant_id, settlements.day_of(moment), most_tokens)
-    jobs = [_new_job(new_id("job"), tenant_id, row, moment, is_reserved=is_reserved) for row in rows]
-    session.add_all(jobs)
-    session.flush()
-    return [_first_event(session, job) for job in jobs]
+    by_id = {new_id("job"): row for row in rows}
+    _write(session, tenant_id, by_id, moment, is_reserved=is_reserved)
+    return list(by_id)
 
 
-def reject_row(
+def reject_rows(session: Session, tenant_id: str, rows: Sequence[tuple[Submission, Mapping[str, Any]]]) -> list[Event]:
+    """Write rows that cannot run as jobs that failed, each with its error, so that the batch's counts add up from one
+    table.
+    """
+    by_id = {new_id("job"): row for row in rows}
+    _write(session, tenant_id, {job_id: row for job_id, (row, _) in by_id.items()}, db.now(session))
+    return move(session, [Move(job_id, error=error) for job_id, (_, error) in by_id.items()], Status.FAILED)
+
+
+_WRITE = text(
+    """
+    with written as (
+        insert into jobs (
+            id, tenant_id, tier, model, model_revision, status, prompt_ids, prompt_tokens, sampling, metadata,
+            webhook_url, created_at, deadline_at, reserved_tokens, batch_id, row_number, custom_id
+        )
+        select id, :tenant_id, tier, model, model_revision, 'queued', prompt_ids, cardinality(prompt_ids), sampling,
+            metadata, webhook_url, :moment, :moment + make_interval(secs => deadline_s), reserved_tokens, batch_id,
+            row_number, custom_id
+        from json_to_recordset(cast(:jobs as json)) as asked (
+            id text, tier text, model text, model_revision text, prompt_ids int[], sampling jsonb, metadata jsonb,
+            webhook_url text, deadline_s float8, reserved_tokens int, batch_id text, row_number int, custom_id text
+        )
+        returning id
+    )
+    insert into events (job_id, number, kind, data) select id, 1, 'queued', '{"status": "queued"}' from written
+    """
+).bindparams(bindparam("moment", type_=DateTime(timezone=True)))
+
+
+def _write(
     session: Session,
     tenant_id: str,
+    submissions: Mapping[str, Submission],
+    moment: datetime,
     *,
-    batch: tables.Batch,
-    row_number: int,
-    custom_id: str | None,
-    tier: Tier,
-    model: str,
-    model_revision: str,
-    error: Mapping[str, str],
-) -> list[Event]:
-    """Write a row that cannot run as a job that failed, so that the batch's counts add up from one table."""
-    submission = Submission(
-        tier=tier,
-        model=model,
-        model_revision=model_revision,
-        prompt_ids=(),
-        sampling={},
-        deadline_s=(batch.expires_at - db.now(session)).total_seconds(),
-        metadata={},
-        batch_id=batch.id,
-        row_number=row_number,
-        custom_id=custom_id,
-    )
-    job = _new_job(new_id("job"), tenant_id, submission, db.now(session))
-    session.add(job)
-    session.flush()
-    job.error = dict(error)
-    first = _first_event(session, job)
-    session.flush()  # move() numbers its event by what is written
-    return [first, *move(session, [job], Status.FAILED)]
+    is_reserved: bool = False,
+) -> None:
+    """Write new jobs by their ids, in state queued, each with its first event: one statement, however many they are."""
+    jobs = [
+        {
+            **{name: getattr(submission, name) for name in _WRITTEN},
+            "id": job_id,
+            "reserved_tokens": submission.most_tokens if is_reserved else 0,
+        }
+        for job_id, submission in submissions.items()
+    ]
+    session.execute(_WRITE, {"jobs": json.dumps(jobs), "tenant_id": tenant_id, "moment": moment})
 
 
-def _new_job(
-    job_id: str, tenant_id: str, submission: Submission, moment: datetime, *, is_reserved: bool = False
-) -> Job:
+_WRITTEN = [field.name for field in fields(Submission)]
+
+
+def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: datetime) -> Job:
+    """A job as it has just been written, to be shown."""
     return Job(
         id=job_id,
         tenant_id=tenant_id,
         tier=submission.tier.value,
         model=submission.model,
-        model_revision=submission.model_revision,
         status=Status.QUEUED.value,
-        prompt_ids=list(submission.prompt_ids),
         prompt_tokens=len(submission.prompt_ids),
-        sampling=dict(submission.sampling),
         job_metadata=dict(submission.metadata),
-        webhook_url=submission.webhook_url,
         created_at=moment,
-        deadline_at=moment + timedelta(seconds=submission.deadline_s),
         attempt=0,
-        deaths=0,
-        tokens_at_death=0,
-        handed_back=False,
-        counter=0.0,
-        reserved_tokens=submission.most_tokens if is_reserved else 0,
         completion_tokens=0,
-        batch_id=submission.batch_id,
-        row_number=submission.row_number,
-        custom_id=submission.custom_id,
     )
 
 
-def _first_event(session: Session, job: Job) -> Event:
-    event = Event(job.id, 1, Status.QUEUED.value, _facts(job, None))
-    session.add(tables.Event(job_id=job.id, number=1, kind=event.kind, data=event.data))
-    return event
-
-
-def _admitted_at(session: Session, tenant_id: str, tier: Tier, max_queued: int) -> datetime:
-    """The database's time, if the tenant may have one more job of the tier in line. Raises QueueFull."""
+def _places(session: Session, tenant_id: str, tier: Tier, max_queued: int) -> tuple[datetime, int]:
+    """The database's time, and how many more jobs of the tier the tenant may have in line."""
     in_line = (
         select(Job.id)
         .where(Job.tenant_id == tenant_id, Job.tier == tier.value, Job.status == "queued", Job.batch_id.is_(None))
@@ -351,39 +498,60 @@ def _admitted_at(session: Session, tenant_id: str, tier: Tier, max_queued: int) 
     )
     waiting = select(func.count()).select_from(in_line).scalar_subquery()
     row = session.execute(select(tables.NOW.label("now"), waiting.label("waiting"))).one()
-    if row.waiting >= max_queued:
-        raise QueueFull
-    moment: datetime = row.now
-    return moment
+    return row.now, max_queued - row.waiting
 
 
-def _remembered(session: Session, tenant_id: str, idempotency: Idempotency) -> Job:
-    """The job that the key is bound to."""
+def _replayed(session: Session, tenant_id: str, idempotency: Idempotency) -> Submitted | Refusal:
+    """The job that the key is bound to; a refusal where it was made by another body, or was deleted since."""
     record = session.get_one(tables.IdempotencyRecord, (tenant_id, idempotency.key))
     if record.fingerprint != idempotency.fingerprint:
-        raise KeyReused(param="Idempotency-Key")
+        return KeyReused(param="Idempotency-Key")
     try:
-        return find(session, tenant_id, record.job_id)
+        return Submitted(find(session, tenant_id, record.job_id), is_new=False)
     except NotFound:
-        raise Conflict(
-            f"This Idempotency-Key made job '{record.job_id}', which was deleted", param="Idempotency-Key"
-        ) from None
+        return Conflict(f"This Idempotency-Key made job '{record.job_id}', which was deleted", param="Idempotency-Key")
 
 
-def _remember(session: Session, tenant_id: str, idempotency: Idempotency, job_id: str) -> bool:
-    """Bind the key to the job. Waits for a concurrent holder of the key; False if he committed first."""
-    inserted = session.execute(
-        insert(tables.IdempotencyRecord)
-        .values(tenant_id=tenant_id, key=idempotency.key, fingerprint=idempotency.fingerprint, job_id=job_id)
-        .on_conflict_do_nothing()
-        .returning(tables.IdempotencyRecord.job_id)
+_REMEMBER = text(
+    """
+    insert into idempotency_records (tenant_id, key, fingerprint, job_id)
+    select :tenant_id, key, fingerprint, job_id
+    from unnest(cast(:keys as text[]), cast(:fingerprints as bytea[]), cast(:job_ids as text[]))
+        as asked (key, fingerprint, job_id)
+    order by key
+    on conflict do nothing
+    returning job_id
+    """
+)
+"""In the order of keys, so that two processes that wait for each other's never do so both ways."""
+
+
+def _remember(session: Session, tenant_id: str, keys: Mapping[str, Idempotency]) -> set[str]:
+    """Bind keys to jobs, by id. Waits for a concurrent holder of a key; what is not returned he has committed."""
+    if not keys:
+        return set()
+    return set(
+        session.scalars(
+            _REMEMBER,
+            {
+                "tenant_id": tenant_id,
+                "keys": [each.key for each in keys.values()],
+                "fingerprints": [each.fingerprint for each in keys.values()],
+                "job_ids": list(keys),
+            },
+        )
     )
-    return inserted.first() is not None
+
+
+def _forget(session: Session, tenant_id: str, job_ids: Collection[str]) -> None:
+    """Free the keys of jobs that were not written after all."""
+    record = tables.IdempotencyRecord
+    session.execute(delete(record).where(record.tenant_id == tenant_id, record.job_id.in_(job_ids)))
 
 
 def find(session: Session, tenant_id: str, job_id: str, *, with_output: bool = True) -> Job:
     """The tenant's job. Raises NotFound; somebody else's job looks the same as none."""
-    query = select(Job).where(Job.id == job_id, Job.tenant_id == tenant_id)
+    query = select(Job).where(Job.id == job_id, Job.tenant_id == tenant_id).execution_options(populate_existing=True)
     if with_output:
         query = query.options(undefer(Job.output_text))
     job = session.scalar(query)
@@ -435,14 +603,14 @@ def cancel(session: Session, tenant_id: str, job_id: str) -> tuple[Job, list[Eve
         return find(session, tenant_id, job_id), []
     if Status(job.status).is_terminal:
         raise Conflict(f"Job '{job_id}' has already {job.status}: it cannot be cancelled")
-    moved = move(session, [job], Status.CANCELLED)
+    moved = move(session, [Move(job_id)], Status.CANCELLED)
     return find(session, tenant_id, job_id), moved
 
 
 def cancel_batch(session: Session, batch_id: str, *, limit: int = 1000) -> list[Event]:
     """Cancel up to limit unfinished jobs of a batch."""
     jobs = _lock(session, Job.batch_id == batch_id, Job.status.in_(["queued", "running"]), limit=limit)
-    return move(session, jobs, Status.CANCELLED)
+    return move(session, [Move(job.id) for job in jobs], Status.CANCELLED)
 
 
 def remove(session: Session, tenant_id: str, job_id: str) -> list[Event]:
@@ -480,39 +648,35 @@ def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> 
     )
     if session.scalar(alive) is None:
         return []
-    jobs = _lock(session, Job.id.in_(dispatch_numbers), Job.status == "queued", skip_locked=True)
-    if not jobs:
-        return []
-    for job in jobs:
-        job.attempt += 1
-        job.owner = owner
-        job.claimed_number = dispatch_numbers[job.id]
-        job.dispatch_number = None
-        job.dispatched_at = None
-    moved = {event.job_id: event for event in move(session, jobs, Status.RUNNING)}
-    resumed = _tokens_of(session, [job.id for job in jobs if job.attempt > 1])
+    jobs = _lock(session, _is_among(dispatch_numbers), Job.status == "queued", skip_locked=True)
+    begun = [Move(job.id, owner=owner, claimed_number=dispatch_numbers[job.id]) for job in jobs]
+    numbers = {event.job_id: event.number for event in move(session, begun, Status.RUNNING)}
+    resumed = _tokens_of(session, [job.id for job in jobs if job.attempt > 0])
     left_s = func.extract("epoch", Job.deadline_at - tables.NOW)
     rows = session.execute(
-        select(Job.id, Job.prompt_ids, Job.sampling, left_s.label("left_s"), tables.Tenant.weight)
+        select(
+            *(Job.id, Job.tenant_id, Job.tier, Job.attempt, Job.prompt_ids, Job.sampling, Job.counter),
+            *(left_s.label("left_s"), tables.Tenant.weight),
+        )
         .join(tables.Tenant, tables.Tenant.id == Job.tenant_id)
-        .where(Job.id.in_(moved))
+        .where(_is_among(numbers))
+        .order_by(Job.id)
     )
-    inputs = {row.id: row for row in rows}
     return [
         Claim(
-            job_id=job.id,
-            tenant_id=job.tenant_id,
-            tier=Tier(job.tier),
-            attempt=job.attempt,
-            last_event=moved[job.id].number,
-            prompt_ids=tuple(inputs[job.id].prompt_ids),
-            resumed_ids=tuple(resumed.get(job.id, ())),
-            sampling=inputs[job.id].sampling,
-            deadline_s=float(inputs[job.id].left_s),
-            weight=inputs[job.id].weight,
-            counter=job.counter,
+            job_id=row.id,
+            tenant_id=row.tenant_id,
+            tier=Tier(row.tier),
+            attempt=row.attempt,
+            last_event=numbers[row.id],
+            prompt_ids=tuple(row.prompt_ids),
+            resumed_ids=tuple(resumed.get(row.id, ())),
+            sampling=row.sampling,
+            deadline_s=float(row.left_s),
+            weight=row.weight,
+            counter=row.counter,
         )
-        for job in jobs
+        for row in rows
     ]
 
 
@@ -542,43 +706,33 @@ def _tokens_of(session: Session, job_ids: Collection[str]) -> dict[str, list[int
 def finish(session: Session, owner: str, finished: Sequence[Finished]) -> list[Event]:
     """End attempts that owner still runs. What has no event in the answer had been taken away: it has no effect."""
     by_id = {end.job_id: end for end in finished}
-    jobs = [
-        job
-        for job in _lock(session, Job.id.in_(by_id), Job.status == "running", Job.owner == owner)
-        if job.attempt == by_id[job.id].attempt
-    ]
-    _append_last_tokens(session, jobs, by_id)
+    held = _lock(session, _is_among(by_id), Job.status == "running", Job.owner == owner)
+    ends = [by_id[job.id] for job in held if job.attempt == by_id[job.id].attempt]
+    _append_last_tokens(session, [end for end in ends if end.token_ids])
     moved: list[Event] = []
-    for status in Status:
-        ending = [job for job in jobs if by_id[job.id].status is status]
-        for job in ending:
-            job.finish_reason = by_id[job.id].finish_reason
-            error = by_id[job.id].error
-            job.error = None if error is None else dict(error)
-        moved += move(session, ending, status)
+    for status in TERMINAL:
+        ending = [end for end in ends if end.status is status]
+        moves = [Move(end.job_id, finish_reason=end.finish_reason, error=end.error) for end in ending]
+        moved += move(session, moves, status)
     return moved
 
 
-def _append_last_tokens(session: Session, jobs: Sequence[Job], finished: Mapping[str, Finished]) -> None:
-    """Keep the last tokens, which have no text of their own, with the job's last event: charged is what is kept."""
-    for job in jobs:
-        token_ids = finished[job.id].token_ids
-        if token_ids:
-            last = select(func.max(tables.Event.number)).where(tables.Event.job_id == job.id).scalar_subquery()
-            session.execute(
-                update(tables.Event)
-                .where(tables.Event.job_id == job.id, tables.Event.number == last)
-                .values(token_ids=func.coalesce(tables.Event.token_ids, text("'{}'::int[]")).op("||")(list(token_ids)))
-                .execution_options(synchronize_session=False)
-            )
+def _append_last_tokens(session: Session, ends: Sequence[Finished]) -> None:
+    """Keep last tokens, which have no text of their own, with the job's last event: charged is what is kept."""
+    for end in ends:
+        last = select(func.max(tables.Event.number)).where(tables.Event.job_id == end.job_id).scalar_subquery()
+        session.execute(
+            update(tables.Event)
+            .where(tables.Event.job_id == end.job_id, tables.Event.number == last)
+            .values(token_ids=func.coalesce(tables.Event.token_ids, text("'{}'::int[]")).op("||")(list(end.token_ids)))
+            .execution_options(synchronize_session=False)
+        )
 
 
 def hand_back(session: Session, owner: str, job_ids: Collection[str]) -> list[Event]:
     """Put jobs that owner runs and will not finish back in line, at its front."""
-    jobs = _lock(session, Job.id.in_(job_ids), Job.status == "running", Job.owner == owner)
-    for job in jobs:
-        job.handed_back = True
-    return move(session, jobs, Status.QUEUED, reason="handed back by its worker")
+    jobs = _lock(session, _is_among(job_ids), Job.status == "running", Job.owner == owner)
+    return move(session, [Move(job.id) for job in jobs], Status.QUEUED, reason="handed back by its worker")
 
 
 # ---- the sweep's moves
@@ -611,22 +765,20 @@ def requeue_orphans(session: Session, *, max_deaths: int, limit: int = 500) -> l
     logs = _logs(session, [job.id for job in jobs], with_output=False)
     progressed = {job.id for job in jobs if logs[job.id].completion_tokens > job.tokens_at_death}
     computed = _computed(session, jobs, progressed)
+    poison: list[Move] = []
+    others: list[Move] = []
     for job in jobs:
-        if job.id in progressed:
-            job.deaths = 0
-        elif job.id in computed:
-            job.deaths += 1
-        job.tokens_at_death = logs[job.id].completion_tokens
-        job.handed_back = True
-    poison = [job for job in jobs if job.deaths >= max_deaths]
-    for job in poison:
-        job.error = {"code": "poison", "message": f"{job.deaths} workers died while they ran this job"}
-    return move(session, poison, Status.FAILED) + move(
-        session, [job for job in jobs if job.deaths < max_deaths], Status.QUEUED, reason="its worker was lost"
-    )
+        deaths = 0 if job.id in progressed else job.deaths + (job.id in computed)
+        requeued = Move(job.id, deaths=deaths, tokens_at_death=logs[job.id].completion_tokens)
+        if deaths < max_deaths:
+            others.append(requeued)
+        else:
+            error = {"code": "poison", "message": f"{deaths} workers died while they ran this job"}
+            poison.append(replace(requeued, error=error))
+    return move(session, poison, Status.FAILED) + move(session, others, Status.QUEUED, reason="its worker was lost")
 
 
-def _computed(session: Session, jobs: Sequence[Job], progressed: Collection[str]) -> set[str]:
+def _computed(session: Session, jobs: Sequence[_Locked], progressed: Collection[str]) -> set[str]:
     """Which jobs of dead workers may have been in their running batches.
 
     As many as a worker had slots, in the order in which its engine takes them: by rank, then those that had begun, then
@@ -649,9 +801,7 @@ def _computed(session: Session, jobs: Sequence[Job], progressed: Collection[str]
 def expire(session: Session, *, limit: int = 500) -> list[Event]:
     """End jobs whose deadline has passed."""
     jobs = _lock(session, IS_EXPIRED, skip_locked=True, limit=limit)
-    for job in jobs:
-        job.error = dict(DEADLINE_EXCEEDED)
-    return move(session, jobs, Status.EXPIRED)
+    return move(session, [Move(job.id, error=DEADLINE_EXCEEDED) for job in jobs], Status.EXPIRED)
 
 
 def forget_lost_messages(session: Session, model: str, tier: Tier, *, queue_is_empty: bool, grace_s: float) -> int:

@@ -6,12 +6,13 @@ for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from app.tables import Job, Settlement
+from app.tables import Job
 
 PREFILLED_COST = 1.0
 GENERATED_COST = 2.0
@@ -83,20 +84,24 @@ def usage_of(job: Job) -> dict[str, int]:
     }
 
 
-def settlement_of(job: Job) -> Settlement:
-    """The settlement of a job that has just ended."""
-    usage = usage_of(job)
-    return Settlement(
-        job_id=job.id,
-        tenant_id=job.tenant_id,
-        day=day_of(job.created_at),
-        model=job.model,
-        tier=job.tier,
-        prompt_tokens=usage["prompt_tokens"],
-        completion_tokens=usage["completion_tokens"],
-        charged_cost=job.charged_cost or 0.0,
-        reserved_tokens=job.reserved_tokens,
+CHARGED_PROMPT = "case when attempt = 0 then 0 else prompt_tokens end"
+"""usage_of's prompt_tokens of a job that ended, in SQL."""
+
+_SETTLE = text(
+    f"""
+    insert into settlements (
+        job_id, tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, reserved_tokens
     )
+    select id, tenant_id, (created_at at time zone 'UTC')::date, model, tier, {CHARGED_PROMPT}, completion_tokens,
+        coalesce(charged_cost, 0), reserved_tokens
+    from jobs where id = any(:job_ids)
+    """
+)
+
+
+def settle(session: Session, job_ids: Sequence[str]) -> None:
+    """Write the settlements of jobs that have just ended."""
+    session.execute(_SETTLE, {"job_ids": job_ids})
 
 
 def fold(session: Session) -> int:

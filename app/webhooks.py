@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -48,9 +48,18 @@ MAX_IN_FLIGHT_PER_TENANT = 8
 # ---- what is sent
 
 
-def delivery_of(job: Job, moment: datetime) -> Delivery:
-    """The delivery of a job that just ended. Its id is the webhook-id of every attempt; its body is what is signed."""
-    assert job.webhook_url is not None
+def deliver(session: Session, job_ids: Collection[str]) -> None:
+    """Write the deliveries of jobs that have just ended and have a webhook."""
+    if not job_ids:
+        return
+    ended = select(Job).where(Job.id.in_(job_ids)).execution_options(populate_existing=True)
+    session.add_all([_delivery_of(job) for job in session.scalars(ended)])
+    session.flush()
+
+
+def _delivery_of(job: Job) -> Delivery:
+    """Its id is the webhook-id of every attempt; its body is what is signed."""
+    assert job.webhook_url is not None and job.finished_at is not None
     data = {
         "id": job.id,
         "object": "job",
@@ -60,7 +69,7 @@ def delivery_of(job: Job, moment: datetime) -> Delivery:
         "error": job.error,
         "metadata": job.job_metadata,
     }
-    return _delivery(job.tenant_id, job.id, job.webhook_url, moment, kind=f"job.{job.status}", data=data)
+    return _delivery(job.tenant_id, job.id, job.webhook_url, job.finished_at, kind=f"job.{job.status}", data=data)
 
 
 def delivery_of_batch(batch: Batch, request_counts: Mapping[str, int], moment: datetime) -> Delivery:

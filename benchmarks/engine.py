@@ -55,8 +55,19 @@ class Result:
     tokens_per_s: float
     slot_use: float
     """Share of the places in the batches that made a token that was wanted."""
+    tokens_per_cpu_s: float
+    """Over the CPU-seconds of the run, of the process and of those that it started."""
     others_cores: float
     """Cores that other processes used meanwhile: above 0.05 the figures are not to be quoted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What the requests took, once everything was warm."""
+
+    seconds: float
+    cpu_s: float
+    slot_use: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +85,20 @@ def native_dtype() -> str:
     return str(choose_dtype("auto", choose_device())).removeprefix("torch.")
 
 
-def run_static(contest: Contest, batch_size: int, *, is_sorted: bool) -> tuple[float, float]:
-    """Seconds and slot use of padded `generate`, batch after batch; each runs to its longest request."""
+def run_static(contest: Contest, batch_size: int, *, is_sorted: bool) -> Timing:
+    """Padded `generate`, batch after batch; each runs to its longest request."""
     model = AutoModelForCausalLM.from_pretrained(
         contest.model_dir, dtype=getattr(torch, contest.dtype), local_files_only=True, attn_implementation="sdpa"
     ).eval()
     items = sorted(contest.items, key=lambda item: item.max_tokens) if is_sorted else contest.items
     batches = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
     _generate(model, [Item(item.prompt_ids[:32], 4) for item in batches[0]])  # warm
-    started = time.perf_counter()
+    started, cpu_s = time.perf_counter(), _cpu_s()
     for batch in batches:
         _generate(model, batch)
-    seconds = time.perf_counter() - started
+    seconds, cpu_s = time.perf_counter() - started, _cpu_s() - cpu_s
     places = sum(len(batch) * max(item.max_tokens for item in batch) for batch in batches)
-    return seconds, sum(item.max_tokens for item in items) / places
+    return Timing(seconds, cpu_s, sum(item.max_tokens for item in items) / places)
 
 
 @torch.inference_mode()
@@ -105,8 +116,8 @@ def _generate(model: torch.nn.Module, batch: Sequence[Item]) -> None:
     assert out.shape[1] == width + count
 
 
-def run_everbatch(contest: Contest) -> tuple[float, float]:
-    """Seconds and slot use of our engine with its default settings, from the first submit to the last finish."""
+def run_everbatch(contest: Contest) -> Timing:
+    """Our engine with its default settings, from the first submit to the last finish."""
     engine = build(EngineConfig(contest.model_dir, dtype=contest.dtype))
     counts: dict[str, int] = {}
     left = threading.Semaphore(0)
@@ -130,32 +141,45 @@ def run_everbatch(contest: Contest) -> tuple[float, float]:
         run(
             [Item(item.prompt_ids[31::-1], 4) for item in contest.items[:16]], "warm-"
         )  # backwards: no prefix to be found
-        before, started = engine.stats(), time.perf_counter()
+        before, started, cpu_s = engine.stats(), time.perf_counter(), _cpu_s()
         run(contest.items, "")
-        seconds, after = time.perf_counter() - started, engine.stats()
+        seconds, cpu_s, after = time.perf_counter() - started, _cpu_s() - cpu_s, engine.stats()
     finally:
         engine.close()
     assert all(counts[str(index)] == item.max_tokens for index, item in enumerate(contest.items))
     # The batch is as wide as there are requests that could be in it.
     places = (after.steps - before.steps) * min(after.slots, len(contest.items))
-    return seconds, (after.slot_steps - before.slot_steps) / places
+    return Timing(seconds, cpu_s, (after.slot_steps - before.slot_steps) / places)
 
 
 def run_contestant(name: str, contest: Contest) -> Result:
     kind, _, batch_size = name.rpartition("-")
-    runs: dict[str, Callable[[], tuple[float, float]]] = {
+    runs: dict[str, Callable[[], Timing]] = {
         "": lambda: run_everbatch(contest),
         "static-sorted": lambda: run_static(contest, int(batch_size), is_sorted=True),
         "static-arrival": lambda: run_static(contest, int(batch_size), is_sorted=False),
     }
     torch.set_num_threads(contest.threads)
-    own, busy, began = psutil.Process(), _busy_s(), time.perf_counter()
-    own_before = sum(own.cpu_times()[:4])  # with the processes that it started, once they have ended
-    seconds, slot_use = runs[kind]()
-    own_cores = (sum(own.cpu_times()[:4]) - own_before) / (time.perf_counter() - began)
+    busy, began, own_before = _busy_s(), time.perf_counter(), _cpu_s()
+    timing = runs[kind]()
+    own_cores = (_cpu_s() - own_before) / (time.perf_counter() - began)
     others = (_busy_s() - busy) / (time.perf_counter() - began) - own_cores
     tokens = sum(item.max_tokens for item in contest.items)
-    return Result(name, tokens, round(seconds, 2), round(tokens / seconds, 1), round(slot_use, 3), round(others, 2))
+    return Result(
+        contestant=name,
+        output_tokens=tokens,
+        seconds=round(timing.seconds, 2),
+        tokens_per_s=round(tokens / timing.seconds, 1),
+        slot_use=round(timing.slot_use, 3),
+        tokens_per_cpu_s=round(tokens / timing.cpu_s, 1),
+        others_cores=round(others, 2),
+    )
+
+
+def _cpu_s() -> float:
+    """CPU-seconds of this process and of all that it started."""
+    own = psutil.Process()
+    return float(sum(sum(process.cpu_times()[:4]) for process in [own, *own.children(recursive=True)]))
 
 
 def _busy_s() -> float:

@@ -70,7 +70,7 @@ class Site:
         deadline_s: float = 600.0,
         **sampling: Any,
     ) -> list[str]:
-        """Write and announce jobs, each with a seed of its own, without dispatching them; their ids."""
+        """Write jobs, each with a seed of its own, without dispatching them; their ids."""
         with self.db.transaction() as session:
             submitted = [
                 jobs.submit(
@@ -90,8 +90,7 @@ class Site:
                 )
                 for _ in range(count)
             ]
-        events.announce(self.redis, [event for _, queued, _ in submitted for event in queued])
-        return [job.id for job, _, _ in submitted]
+        return [job.id for job, _ in submitted]
 
     def dispatch(self) -> int:
         return dispatch(self.db, self.broker, self.model.name)

@@ -163,18 +163,16 @@ class Clerk:
         first_lines = _known_custom_ids(session, batch, [row for row, _ in rows])
         deadline_s = (batch.expires_at - db.now(session)).total_seconds()
         good: list[Submission] = []
-        bad: list[tuple[Row, Refusal]] = []
+        bad: list[tuple[Submission, dict[str, str]]] = []
         for row, asked in rows:
             refusal = asked if isinstance(asked, Refusal) else None
             refusal = _twin(row, first_lines) or refusal
             if refusal is not None:
-                bad.append((row, refusal))
+                bad.append((self._unusable(row, batch, deadline_s), _error_of(row, refusal)))
             elif isinstance(asked, Submission):
                 good.append(dataclasses.replace(asked, batch_id=batch.id, deadline_s=deadline_s))
-        written = jobs.submit_rows(session, batch.tenant_id, good)
-        for row, refusal in bad:
-            written += self._reject(session, batch, row, refusal)
-        return written
+        jobs.submit_rows(session, batch.tenant_id, good)
+        return jobs.reject_rows(session, batch.tenant_id, bad)
 
     def _lines(self, seen: Batch, stream: BinaryIO) -> Iterator[Line]:
         """Those that were not read yet."""
@@ -190,18 +188,19 @@ class Clerk:
         except Refusal as refusal:
             return refusal
 
-    def _reject(self, session: Session, batch: Batch, row: Row, refusal: Refusal) -> list[Event]:
-        error = {"code": refusal.code, "message": f"line {row.number}: {refusal.message}"}
-        return jobs.reject_row(
-            session,
-            batch.tenant_id,
-            batch=batch,
-            row_number=row.number,
-            custom_id=row.custom_id,
+    def _unusable(self, row: Row, batch: Batch, deadline_s: float) -> Submission:
+        """A row that cannot run, as the job that stands for it."""
+        return Submission(
             tier=Tier.BULK,
             model=self.desk.model.name,
             model_revision=self.desk.model.revision,
-            error=error if refusal.param is None else {**error, "param": refusal.param},
+            prompt_ids=(),
+            sampling={},
+            deadline_s=deadline_s,
+            metadata={},
+            batch_id=batch.id,
+            row_number=row.number,
+            custom_id=row.custom_id,
         )
 
     # ---- writing
@@ -306,6 +305,12 @@ def _known_custom_ids(session: Session, batch: Batch, rows: Sequence[Row]) -> di
         .group_by(Job.custom_id)
     )
     return {str(custom_id): int(first) for custom_id, first in known if first is not None}
+
+
+def _error_of(row: Row, refusal: Refusal) -> dict[str, str]:
+    """The error of a row that cannot run."""
+    error = {"code": refusal.code, "message": f"line {row.number}: {refusal.message}"}
+    return error if refusal.param is None else {**error, "param": refusal.param}
 
 
 # ---- changes

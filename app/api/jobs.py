@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-from flask import Blueprint, Response, jsonify, request, url_for
+from flask import Blueprint, Response, jsonify, request
 
 from app import jobs, submissions, waiting
 from app.api.auth import authenticate, tenant
@@ -43,24 +43,19 @@ def submit() -> Response:
         prompts=own.prompts,
         settings=own.settings,
     )
-    with own.database.transaction() as session:
-        job, moved, is_new = jobs.submit(
-            session,
-            tenant().id,
-            submission,
-            max_queued=own.settings.tiers[submission.tier].max_queued_jobs,
-            idempotency=None if key is None else Idempotency(key, fingerprint(body)),
-        )
-        jobs.add_progress(session, [job])
-        shown = job_object(job)
-    if is_new:
+    submitted = own.reception.submit(
+        tenant().id, submission, None if key is None else Idempotency(key, fingerprint(body))
+    )
+    if submitted.is_new:
         own.metrics.submitted.labels(submission.tier.value).inc()
-        own.publish(moved)
         own.dispatcher.nudge()
-    answer = jsonify(shown)
+    else:
+        with own.database.autocommit() as session:
+            jobs.add_progress(session, [submitted.job])
+    answer = jsonify(job_object(submitted.job))
     answer.status_code = 202
-    answer.headers["Location"] = url_for("jobs.read", job_id=job.id)
-    if not is_new:
+    answer.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
+    if not submitted.is_new:
         answer.headers["Idempotent-Replayed"] = "true"
     return answer
 

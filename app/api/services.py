@@ -23,6 +23,7 @@ from app.limits import Rates
 from app.metrics import MetricsServer
 from app.models import Model
 from app.prompts import Prompts
+from app.reception import Reception
 from app.settings import Settings
 from app.vault import Vault
 
@@ -44,6 +45,7 @@ class Services:
     broker: Broker
     hub: Hub
     dispatcher: Dispatcher
+    reception: Reception
     streams: Streams
     rates: Rates
     metrics: Metrics
@@ -122,6 +124,7 @@ class PerProcess:
             broker=broker,
             hub=Hub(client),
             dispatcher=Dispatcher(database, broker, self._model.name),
+            reception=Reception(database, self.settings.tiers),
             streams=streams,
             rates=Rates(self._redis_url),
             metrics=counted,

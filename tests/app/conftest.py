@@ -111,7 +111,7 @@ def submit(db: Database, owner: Owner, submission: Submission) -> Callable[..., 
     def write(**changes: object) -> str:
         with db.transaction() as session:
             changed = dataclasses.replace(submission, **changes)  # type: ignore[arg-type]
-            job, _, _ = jobs.submit(session, owner.tenant_id, changed, max_queued=1000)
+            job, _ = jobs.submit(session, owner.tenant_id, changed, max_queued=1000)
             return job.id
 
     return write

@@ -15,7 +15,7 @@ from app import events, jobs, tables
 from app.db import Database
 from app.errors import Conflict, NotFound, QueueFull
 from app.events import Event
-from app.jobs import TERMINAL, TRANSITIONS, Finished, Status, Submission
+from app.jobs import TERMINAL, TRANSITIONS, Finished, Move, Status, Submission
 from app.tables import NOW, Job
 from app.tiers import Tier
 
@@ -52,9 +52,8 @@ def test_only_the_tables_transitions_are_moved(
 
     def move() -> None:
         with db.transaction() as session:
-            job = session.get_one(Job, job_id, with_for_update=True)
-            job.owner = worker.id if to is Status.RUNNING else job.owner
-            jobs.move(session, [job], to)
+            jobs.lock(session, [job_id])
+            jobs.move(session, [Move(job_id, owner=worker.id if to is Status.RUNNING else None)], to)
 
     if to in TRANSITIONS[start]:
         move()

@@ -51,7 +51,7 @@ def test_a_job_goes_with_its_events_key_and_webhook_log_and_stays_charged(
 ) -> None:
     key = Idempotency("key", b"fingerprint")
     with db.transaction() as session:
-        job, _, _ = jobs.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
+        job, _ = jobs.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
         job_id = job.id
     worker.run(job_id, "ab", "c")
     with db.transaction() as session:
@@ -69,7 +69,7 @@ def test_a_job_goes_with_its_events_key_and_webhook_log_and_stays_charged(
         today = session.execute(text("select (clock_timestamp() at time zone 'utc')::date")).scalar_one()
         (day,) = usage.usage(session, owner.tenant_id, today - timedelta(days=1), today)
         assert (day.jobs, day.completion_tokens) == (1, 3)
-        again, _, is_new = jobs.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
+        again, is_new = jobs.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
         assert is_new and again.id != job_id
 
 
@@ -112,7 +112,7 @@ def test_rows_stay_until_their_batch_has_ended_and_its_counts_outlive_them(
         session.add(batch)
         session.flush()
         rows = [replace(submission, batch_id="batch_r1", row_number=number) for number in (1, 2)]
-        job_ids = [event.job_id for event in jobs.submit_rows(session, owner.tenant_id, rows)]
+        job_ids = jobs.submit_rows(session, owner.tenant_id, rows)
     for job_id in job_ids:
         worker.run(job_id, "abc")
     age(31, *job_ids)

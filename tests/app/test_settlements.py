@@ -11,7 +11,7 @@ from sqlalchemy import func, select, update
 
 from app import dispatch, jobs
 from app.db import Database
-from app.jobs import Status
+from app.jobs import Move, Status
 from app.settlements import usage_of
 from app.tables import Job, Settlement, UsageDay
 from app.tiers import Tier
@@ -57,7 +57,7 @@ def test_a_job_that_never_ran_is_charged_nothing(
             case Status.CANCELLED:
                 jobs.cancel(session, owner.tenant_id, job_id)
             case Status.FAILED:
-                jobs.move(session, [session.get_one(Job, job_id)], Status.FAILED)
+                jobs.move(session, [Move(job_id)], Status.FAILED)
     if status is Status.EXPIRED:
         expire_now(job_id)
         with db.transaction() as session:

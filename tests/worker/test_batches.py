@@ -163,13 +163,16 @@ def test_a_step_that_the_database_refuses_holds_up_its_batch_alone(
 
 
 def test_what_was_advanced_is_announced_after_the_commit(site: Any, shelf: Shelf, desk: Desk) -> None:
-    batch_id = create(site, shelf, [row("a"), row("b")])
+    batch_id = create(site, shelf, [row("a"), row("a")])  # the second one is refused
     pubsub = site.redis.pubsub(ignore_subscribe_messages=True)
     pubsub.psubscribe("everbatch:events:*")
     pubsub.get_message(timeout=5)
     advance_batches(Clerk(site.db, desk, shelf), site.redis, nudge=lambda: None)
     with site.db.transaction() as session:
-        ids = set(session.scalars(select(tables.Job.id).where(tables.Job.batch_id == batch_id)))
+        ids = set(
+            session.scalars(select(tables.Job.id).where(tables.Job.batch_id == batch_id, tables.Job.status == "failed"))
+        )
+    assert len(ids) == 1
     announced = set()
     site.wait_for(
         lambda: (

@@ -30,7 +30,8 @@ def demo(model: str | None, as_json: bool) -> None:
     It runs on a home of its own, which is removed at the end; only the converted model is kept. The exit code is 1 when
     something does not hold. --json prints the figures of the summary; the story goes to stderr then.
     """
-    asked: dict[str, Any] = {} if model is None else {"model": model}
+    # An echo as slow as a small model on a CPU: there must be a middle to kill it in.
+    asked: dict[str, Any] = {"echo_step_ms": 50.0} | ({} if model is None else {"model": model})
     narrator = Narrator(to_stderr=as_json)
     started_at = time.monotonic()
     before = signal.signal(signal.SIGTERM, _end_in_good_order)

@@ -1,4 +1,5 @@
-"""The demo's own service: `everbatch up` on a fresh home, which is removed at the end; only the model is kept."""
+"""A service of one's own, for the demo and the benchmarks: `everbatch up` on a fresh home, which is removed at the end;
+only the model is kept."""
 
 from __future__ import annotations
 
@@ -58,7 +59,6 @@ def service(settings: Settings, *, slots: int) -> Iterator[Service]:
                 "metrics_port": 0,
                 "max_num_seqs": slots,
                 "webhook_allow_private": True,
-                "echo_step_ms": 50.0,  # as slow as a small model on a CPU: there must be a middle to kill it in
             }
         )
         with _up(ours) as running:

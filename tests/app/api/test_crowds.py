@@ -28,7 +28,7 @@ Submission = tuple[str, Mapping[str, str], Mapping[str, Any]]
 @pytest.fixture(scope="module")
 def submit_all(serving: Any, settings: Settings) -> Iterator[Callable[[Sequence[Submission]], list[httpx.Response]]]:
     """Sends submissions at once, each from a client that is connected already; the answers in their order."""
-    with serving(settings.model_copy(update={"api_threads": 2 * CROWD})) as server:
+    with serving(settings.model_copy(update={"api_threads": 2 * CROWD}), "--keep-alive", "60") as server:
 
         def send_all(submissions: Sequence[Submission]) -> list[httpx.Response]:
             barrier = threading.Barrier(len(submissions))

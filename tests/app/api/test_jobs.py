@@ -12,6 +12,7 @@ from werkzeug.test import TestResponse
 
 from app.api.services import services_of
 from app.db import Database
+from app.reception import Reception
 from app.settings import Settings
 from app.tables import Delivery, Job
 from app.tiers import Plan, Tier
@@ -104,13 +105,12 @@ def test_the_deadline_counts_from_the_submission(call: Any, db: Database, settin
     assert spans[default] == timedelta(seconds=settings.tiers[Tier.PAID].deadline_s)
 
 
-def test_a_full_queue_answers_429_and_when_to_come_back(
-    settings: Settings, call: Any, call_as: Any, new_tenant: Any, app: Any
-) -> None:
+def test_a_full_queue_answers_429_and_when_to_come_back(call: Any, call_as: Any, new_tenant: Any, app: Any) -> None:
     services = services_of(app).get()
-    tight = settings.tiers.paid.model_copy(update={"max_queued_jobs": 2})
-    full = settings.model_copy(update={"tiers": settings.tiers.model_copy(update={"paid": tight})})
-    object.__setattr__(services, "settings", full)
+    reception = services.reception
+    tight = services.settings.tiers.paid.model_copy(update={"max_queued_jobs": 2})
+    tiers = services.settings.tiers.model_copy(update={"paid": tight})
+    object.__setattr__(services, "reception", Reception(services.database, tiers))
     try:
         assert [call.submit().status_code for _ in range(3)] == [202, 202, 429]
         answer = call.submit()
@@ -119,7 +119,7 @@ def test_a_full_queue_answers_429_and_when_to_come_back(
         assert call.submit(service_tier="flex").status_code == 202  # each tier has a line of its own
         assert call_as(new_tenant()).submit().status_code == 202  # another tenant's queue is his own
     finally:
-        object.__setattr__(services, "settings", settings)
+        object.__setattr__(services, "reception", reception)
 
 
 # ---- idempotency
