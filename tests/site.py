@@ -8,15 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import pytest
 import redis
 from sqlalchemy import select
 from sqlalchemy import text as sql
-from sqlalchemy.orm import undefer
+from sqlalchemy.orm import Session, undefer
 
-from app import events, jobs, models, tables, tenants
+from app import events, jobs, models, tables, tenants, usage
 from app.broker import Broker
 from app.children import spawn
 from app.commands import PROJECT, engine_command, io_command
@@ -24,10 +25,23 @@ from app.db import Database
 from app.dispatch import dispatch
 from app.jobs import TERMINAL, Submission
 from app.settings import Settings, environment
+from app.settlements import usage_of
 from app.tenants import Provisioned
 from app.tiers import Plan, Tier
 from app.vault import Vault
 from engine.echo import echo_token, write_model
+
+
+def unfinished(session: Session) -> int:
+    """Jobs that have not ended, and deliveries and settlements that are still on their way."""
+    count: int = session.execute(
+        sql(
+            "select (select count(*) from jobs where status in ('queued', 'running'))"
+            " + (select count(*) from deliveries where status in ('pending', 'sending'))"
+            " + (select count(*) from settlements)"
+        )
+    ).scalar_one()
+    return count
 
 
 @dataclass(frozen=True)
@@ -138,11 +152,11 @@ class Site:
             shown = {row.job_id: row.shown.decode() for row in session.execute(query, {"job_ids": list(job_ids)})}
         return {job_id: shown.get(job_id, "") for job_id in job_ids}
 
-    def expected(self, job: tables.Job) -> list[int]:
+    def expected(self, job_id: str) -> list[int]:
         """The tokens that the echo model makes of a job when nothing disturbs it."""
         with self.db.transaction() as session:
             row = session.execute(
-                select(tables.Job.prompt_tokens, tables.Job.sampling).where(tables.Job.id == job.id)
+                select(tables.Job.prompt_tokens, tables.Job.sampling).where(tables.Job.id == job_id)
             ).one()
         start = row.prompt_tokens
         return [echo_token(row.sampling["seed"], start + n) for n in range(row.sampling["max_tokens"])]
@@ -153,9 +167,27 @@ class Site:
         assert (job.status, job.finish_reason, job.error) == ("succeeded", "length", None)
         assert log.numbers == list(range(1, len(log.numbers) + 1))
         assert log.kinds[0] == "queued" and log.kinds[-1] == "succeeded" and log.kinds.count("succeeded") == 1
-        assert log.token_ids == self.expected(job)
+        assert log.token_ids == self.expected(job_id)
         assert log.text == job.output_text == bytes(log.token_ids).decode()
         assert job.completion_tokens == len(log.token_ids)
+
+    def wait_until_settled(self) -> None:
+        """Until nothing is on its way any more: no job, no settlement, no delivery."""
+
+        def nothing_is_left() -> bool:
+            with self.db.transaction() as session:
+                return unfinished(session) == 0
+
+        self.wait_for(nothing_is_left)
+
+    def check_bill(self, tenant_id: str, job_ids: Collection[str]) -> int:
+        """Each of a tenant's jobs was charged once, and what it says; the tokens of all."""
+        tokens = sum(usage_of(self.job(job_id))["total_tokens"] for job_id in job_ids)
+        with self.db.transaction() as session:
+            days = usage.usage(session, tenant_id, date(2000, 1, 1), date(2999, 12, 31))
+        assert sum(day.jobs for day in days) == len(job_ids)
+        assert sum(day.total_tokens for day in days) == tokens
+        return tokens
 
     def wait_for(self, condition: Callable[[], object], *, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -160,6 +160,17 @@ class HandWorker:
         events.announce(self.redis, moved)
         return moved
 
+    def end(self, claim: Claim, text: str, number: int, status: Status = Status.SUCCEEDED) -> list[Event]:
+        """The last text and the end of a job in one transaction, as the progress writer has it."""
+        delta = Delta(claim.job_id, claim.attempt, number, text, tuple(text.encode()))
+        end = Finished(claim.job_id, claim.attempt, status, "stop")
+        with self.db.transaction() as session:
+            jobs.lock(session, [claim.job_id])
+            shown = events.append_tokens(session, self.id, [delta])
+            moved = jobs.finish(session, self.id, [end] if shown else [])
+        events.announce(self.redis, [*shown, *moved])
+        return moved
+
     def run(self, job_id: str, *texts: str) -> None:
         """Run a job from claim to success, one event per text."""
         claim = self.take(job_id)

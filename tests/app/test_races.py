@@ -15,7 +15,7 @@ from app import dispatch, events, jobs
 from app.db import Database
 from app.errors import Conflict
 from app.events import Delta
-from app.jobs import Claim, Finished, Status
+from app.jobs import Claim
 from app.tables import QuotaDay, Tenant
 
 AT_ONCE = 4
@@ -49,13 +49,7 @@ def test_of_a_cancel_and_an_end_at_once_one_has_all_the_effect(
         assert len(events.append_tokens(session, worker.id, first)) == rounds
 
     def end(claim: Claim) -> bool:
-        """With the last of its text, as the progress writer does it."""
-        delta = Delta(claim.job_id, claim.attempt, claim.last_event + 2, "de", tuple(b"de"))
-        finished = Finished(claim.job_id, claim.attempt, Status.SUCCEEDED, "stop")
-        with db.transaction() as session:
-            jobs.lock(session, [claim.job_id])
-            shown = events.append_tokens(session, worker.id, [delta])
-            return bool(jobs.finish(session, worker.id, [finished] if shown else []))
+        return bool(worker.end(claim, "de", claim.last_event + 2))
 
     def cancel(claim: Claim) -> bool:
         try:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import date
 
-from sqlalchemy import select, text
+from sqlalchemy import select
 from sqlalchemy.orm import Session, undefer
 
 from app import tables, usage
@@ -18,18 +18,6 @@ from tests.fault.load import Load, Order
 
 _ALL_DAYS = (date(2000, 1, 1), date(2999, 12, 31))
 _ENDED = frozenset(status.value for status in TERMINAL)
-
-
-def unfinished(session: Session) -> int:
-    """Jobs that have not ended, and deliveries and settlements that are still on their way."""
-    count: int = session.execute(
-        text(
-            "select (select count(*) from jobs where status in ('queued', 'running'))"
-            " + (select count(*) from deliveries where status in ('pending', 'sending'))"
-            " + (select count(*) from settlements)"
-        )
-    ).scalar_one()
-    return count
 
 
 def broken(session: Session, load: Load) -> list[str]:

@@ -29,6 +29,7 @@ from app.cli.demo.receiver import receiver
 from tests.fault import promises
 from tests.fault.load import Load
 from tests.fault.service import Member, Service
+from tests.site import unfinished
 
 HEAL_S = 60.0
 """A promise: every single fault heals within so long, without hands."""
@@ -208,8 +209,8 @@ class Storm:
                     _stop(service, load)
                 with service.database.transaction() as session:
                     session.execute(text("set local idle_in_transaction_session_timeout = 0"))  # to look takes a while
-                    if not _wait(service, lambda: promises.unfinished(session) == 0, HEAL_S):
-                        self.broken.append(f"{promises.unfinished(session)} jobs, deliveries or settlements never end")
+                    if not _wait(service, lambda: unfinished(session) == 0, HEAL_S):
+                        self.broken.append(f"{unfinished(session)} jobs, deliveries or settlements never end")
                     self.broken += promises.broken(session, load)
                     yield session, load
                     session.rollback()

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -17,12 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import select
 
-from app import events, tables, usage
+from app import events, tables
 from app.cli.demo.receiver import receiver
 from app.events import Event, Hub
-from app.settlements import usage_of
-from app.tenants import Provisioned
-from tests.fault.promises import unfinished
 from tests.site import Site
 
 SHORT, LONG = 40, 200
@@ -127,7 +123,7 @@ def test_a_zombie_leaves_no_trace_and_comes_back_as_somebody_else(site: Site) ->
         assert site.stop(heir) == 0
         after = site.run(4, **of_tenant)
         site.wait_until(after, "succeeded")
-        assert all_settled(site)
+        site.wait_until_settled()
         posts = [receiving.inbox.get() for _ in range(receiving.inbox.qsize())]
 
     for job_id in [*job_ids, *after]:
@@ -139,30 +135,11 @@ def test_a_zombie_leaves_no_trace_and_comes_back_as_somebody_else(site: Site) ->
     for job_id, log in stored.items():
         attempts = [event.data["attempt"] for event in log if event.kind == "running"]
         assert attempts == list(range(1, 2 + (job_id in victims)))
-    check_bill(site, tenant, [*job_ids, *after])
+    tokens = site.check_bill(tenant.tenant_id, [*job_ids, *after])
+    with site.db.transaction() as session:
+        quota = session.scalars(select(tables.QuotaDay).where(tables.QuotaDay.tenant_id == tenant.tenant_id)).one()
+    assert (quota.reserved, quota.used) == (0, tokens)
     told = Counter(event["data"]["id"] for post in posts if (event := post.verified(tenant.webhook_secret)) is not None)
     assert told == Counter([*job_ids, *after]) and len(posts) == told.total()
     for process in (io, zombie):
         assert site.stop(process) == 0
-
-
-def all_settled(site: Site) -> bool:
-    """Once nothing is on its way any more: jobs, settlements, deliveries."""
-
-    def nothing_is_left() -> bool:
-        with site.db.transaction() as session:
-            return unfinished(session) == 0
-
-    site.wait_for(nothing_is_left)
-    return True
-
-
-def check_bill(site: Site, tenant: Provisioned, job_ids: Sequence[str]) -> None:
-    """Charged is what the jobs say, each once; of the quota nothing stays reserved."""
-    tokens = sum(usage_of(site.job(job_id))["total_tokens"] for job_id in job_ids)
-    today = datetime.now(UTC).date()
-    with site.db.transaction() as session:
-        (day,) = usage.usage(session, tenant.tenant_id, today, today)
-        quota = session.get_one(tables.QuotaDay, (tenant.tenant_id, today))
-    assert (day.jobs, day.total_tokens) == (len(job_ids), tokens)
-    assert (quota.reserved, quota.used) == (0, tokens)
