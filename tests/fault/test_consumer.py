@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ import pytest
 from sqlalchemy import select
 
 from app import tables
+from app.children import wait_until
 from app.commands import engine_command, io_command
 from app.db import migrate
 from app.embedded import Servers
@@ -73,9 +75,9 @@ def signal_redis(servers: Servers, number: signal.Signals) -> None:
 def restart_redis(servers: Servers) -> None:
     signal_redis(servers, signal.SIGKILL)
     assert servers.valkey is not None
-    while servers.valkey.pid is not None:
-        time.sleep(0.01)
+    assert wait_until(lambda: servers.valkey is not None and servers.valkey.pid is None, 5)
     servers.restart_dead()
+    assert wait_until(servers.valkey.answers, 5)
 
 
 def is_ready(site: Site, process: subprocess.Popen[bytes]) -> tuple[bool, bool, bool]:
@@ -171,7 +173,8 @@ def test_a_worker_whose_consumer_hangs_hands_back_and_ends_and_the_next_one_take
     own: Site, spoiled: Spoiled, tmp_path: Path
 ) -> None:
     mark = tmp_path / "hung"
-    io = own.spawn(spoiled.command(io_command(), tmp_path / "io hung"), "io")
+    early = dataclasses.replace(spoiled, count=3)  # the io worker asks once a second only
+    io = own.spawn(early.command(io_command(), tmp_path / "io hung"), "io")
     hung = own.spawn(spoiled.command(engine_command(1), mark), "engine1", **SLOWLY)
     own.wait_for(lambda: own.worker_of(hung) is not None)
     job_ids = own.run(4, max_tokens=8000)
