@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app import shares
 from app.db import Database
 from app.settings import Settings
-from app.tables import Job
+from app.tables import NOW, Delivery, Job, Worker
 from app.tiers import Tier
 
 logger = logging.getLogger(__name__)
@@ -66,37 +66,67 @@ def _with_readiness(metrics: Callable[..., Any], is_ready: Callable[[], bool]) -
     return answer
 
 
-class JobCounts(Collector):
-    """Unfinished jobs by status and tier, counted in the database at each scrape."""
+class Counts(Collector):
+    """What Postgres knows of work and workers, counted there at each scrape."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         """Asked at registration: without an answer the database would be."""
-        return [self._family()]
+        return _families()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Nothing while the database does not answer: a gap in a graph says so better than a zero."""
-        family = self._family()
         try:
             with self._database.transaction() as session:
-                rows = session.execute(
-                    select(Job.status, Job.tier, func.count())
-                    .where(Job.status.in_(["queued", "running"]))
-                    .group_by(Job.status, Job.tier)
-                )
-                counts = {(status, tier): count for status, tier, count in rows}
+                unfinished = session.execute(_UNFINISHED).all()
+                workers = dict(session.execute(_WORKERS).tuples().all())
+                deliveries = dict(session.execute(_DELIVERIES).tuples().all())
         except SQLAlchemyError as error:
-            logger.warning("jobs were not counted for a scrape: %s", type(error).__name__)
-            return
-        for status in ("queued", "running"):
-            for tier in Tier:
-                family.add_metric([status, tier.value], counts.get((status, tier.value), 0))
-        yield family
+            logger.warning("nothing was counted for a scrape: %s", type(error).__name__)
+            return []
+        counts = {(row.status, row.tier): row.number for row in unfinished}
+        waits_s = {row.tier: row.oldest_s for row in unfinished if row.status == "queued"}
+        jobs, oldest, by_readiness, by_status = families = _families()
+        for tier in Tier:
+            oldest.add_metric([tier.value], float(waits_s.get(tier.value, 0)))
+            for status in ("queued", "running"):
+                jobs.add_metric([status, tier.value], counts.get((status, tier.value), 0))
+        for ready in (True, False):
+            by_readiness.add_metric(["ready" if ready else "unready"], workers.get(ready, 0))
+        for status in ("pending", "sending"):
+            by_status.add_metric([status], deliveries.get(status, 0))
+        return families
 
-    def _family(self) -> GaugeMetricFamily:
-        return GaugeMetricFamily("everbatch_jobs", "Unfinished jobs.", labels=["status", "tier"])
+
+_UNFINISHED = (
+    select(
+        Job.status,
+        Job.tier,
+        func.count().label("number"),
+        func.extract("epoch", NOW - func.min(Job.created_at)).label("oldest_s"),
+    )
+    .where(Job.status.in_(["queued", "running"]))
+    .group_by(Job.status, Job.tier)
+)
+_WORKERS = select(Worker.ready, func.count()).where(Worker.dead.is_(False)).group_by(Worker.ready)
+_DELIVERIES = (
+    select(Delivery.status, func.count()).where(Delivery.status.in_(["pending", "sending"])).group_by(Delivery.status)
+)
+
+
+def _families() -> list[GaugeMetricFamily]:
+    return [
+        GaugeMetricFamily("everbatch_jobs", "Unfinished jobs.", labels=["status", "tier"]),
+        GaugeMetricFamily(
+            "everbatch_oldest_wait_seconds",
+            "Since the submission of the oldest job that waits, by tier; 0: none waits.",
+            labels=["tier"],
+        ),
+        GaugeMetricFamily("everbatch_workers", "Live engine workers, by whether they take jobs.", labels=["state"]),
+        GaugeMetricFamily("everbatch_deliveries", "Webhooks that are not delivered yet.", labels=["status"]),
+    ]
 
 
 class Shares(Collector):

@@ -1,9 +1,9 @@
 """A lane: a process that computes its part of each step, over weights and a cache that it shares with the others.
 
-    python -m engine.lane FD …
+    python -m engine.lane PARENT FD …
 
-Started by engine.lanes with a socket for each lane. The first loads the model and, on a CPU, forks the others. What
-comes in is an EngineConfig, then StepPlans and Moves; each is answered once.
+Started by engine.lanes, in the process PARENT, with a socket for each lane. The first loads the model and, on a CPU,
+forks the others. What comes in is an EngineConfig, then StepPlans and Moves; each is answered once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from engine.lanes import LaneError, Model
 from engine.runner import ModelRunner, choose_device
 from engine.step import Moves, StepPlan
 
+_prctl = ctypes.CDLL(None).prctl
 _PR_SET_PDEATHSIG = 1
 
 
-def main(connections: Sequence[Connection]) -> None:
+def main(parent: int, connections: Sequence[Connection]) -> None:
     # The end comes with the socket's: Ctrl-C and SIGTERM are for the process that started us, which may still drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
+    _die_with(parent)  # a load that hangs hears nothing else
     if choose_device().type == "cuda":
         connections = _keep(connections[:1], of=connections)
     try:
@@ -39,6 +41,7 @@ def main(connections: Sequence[Connection]) -> None:
     except ModelError as error:
         connections[0].send(error)
         return
+    _prctl(_PR_SET_PDEATHSIG, 0)  # it comes when a mere thread of it ends; from here on the socket's end is the end
     own, children = _fork(connections)
     if own is connections[0]:
         own.send(_describe(runner, num_lanes=len(connections)))
@@ -67,14 +70,19 @@ def _fork(connections: Sequence[Connection]) -> tuple[Connection, list[int]]:
     own = connections[0]
     for connection in connections[1:]:
         if not (pid := os.fork()):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died in between: the signal will never come
-                os._exit(1)
+            _die_with(parent)
             own, children = connection, []
             break
         children.append(pid)
     _keep([own], of=connections)
     return own, children
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the thread of the parent ends that made this process."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before: the signal will never come
+        os._exit(1)
 
 
 def _keep(kept: Sequence[Connection], *, of: Sequence[Connection]) -> Sequence[Connection]:
@@ -104,4 +112,4 @@ def _answer(runner: ModelRunner, work: StepPlan | Moves) -> list[int] | LaneErro
 
 
 if __name__ == "__main__":
-    main([Connection(int(descriptor)) for descriptor in sys.argv[1:]])
+    main(int(sys.argv[1]), [Connection(int(descriptor)) for descriptor in sys.argv[2:]])

@@ -64,7 +64,8 @@ class Lanes:
         except LaneError as error:
             self.close()
             raise ModelError(f"{config.model_dir} was not loaded: {error}") from error
-        except BaseException:
+        except BaseException:  # nobody waits for the model any more
+            self._kill()
             self.close()
             raise
         while len(self._connections) > model.num_lanes:
@@ -102,9 +103,12 @@ class Lanes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_CLOSE_TIMEOUT_S)
         if self._process.returncode != 0:  # it waits for the others, unless it was killed itself
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill()
             self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _send(self, lane: int, work: object) -> None:
         try:
@@ -130,7 +134,7 @@ def _start(sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
     """The process of the first lane, which forks the others into its group. Its ends of the sockets are closed here."""
     descriptors = [theirs.fileno() for theirs in sockets]
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.lane", *map(str, descriptors)],
+        [sys.executable, "-m", "engine.lane", str(os.getpid()), *map(str, descriptors)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         process_group=0,

@@ -64,6 +64,16 @@ class Consumer(consumer.Consumer):  # type: ignore[misc]
         Consumption.connections += 1
         return connection
 
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """Let go of a connection that was lost.
+
+        kombu would put messages that are not acknowledged back through a connection that Celery has just taken apart,
+        and the AttributeError of that would end the worker. They are in the pool's hands, and come again as duplicates.
+        """
+        for channel in self.connection.transport.channels:
+            channel.do_restore = False
+        super().on_connection_error_after_connected(exc)
+
     def ensure_connected(self, conn: Any) -> Any:
         conn.ensure_connection = functools.partial(
             conn.ensure_connection, interval_start=0.5, interval_step=0.5, interval_max=RECONNECT_S

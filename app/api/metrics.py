@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from app.db import Database
-from app.metrics import JobCounts, Shares
+from app.metrics import Counts, Shares
 
 
 class Metrics:
@@ -28,5 +28,5 @@ class Metrics:
         )
         streams = Gauge("everbatch_open_streams", "Event streams being served.", registry=self.registry)
         streams.set_function(open_streams)
-        self.registry.register(JobCounts(database))
+        self.registry.register(Counts(database))
         self.registry.register(Shares(database, model))

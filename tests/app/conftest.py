@@ -178,6 +178,11 @@ class HandWorker:
             self.write(claim, text, number)
         self.finish(claim)
 
+    def stop_taking(self) -> None:
+        """Live on, and not be ready."""
+        with self.db.transaction() as session:
+            session.execute(update(Worker).where(Worker.id == self.id).values(ready=False))
+
     def die(self) -> None:
         with self.db.transaction() as session:
             session.execute(update(Worker).where(Worker.id == self.id).values(dead=True))

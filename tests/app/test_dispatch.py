@@ -66,6 +66,7 @@ def test_a_tiers_window_is_the_free_slots_and_a_little_more(
     assert dispatch(db, broker, name) == POLICIES[tier].lookahead  # no worker yet
     worker = new_worker(name)  # four slots
     new_worker(name).die()
+    new_worker(name).stop_taking()
     assert dispatch(db, broker, name) == 4
     assert dispatch(db, broker, name) == 0
     worker.claim(job_ids[0])  # one leaves the broker, and one slot is taken: its place is not filled

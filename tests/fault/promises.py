@@ -21,8 +21,11 @@ _ENDED = frozenset(status.value for status in TERMINAL)
 
 
 def broken(session: Session, load: Load) -> list[str]:
-    """The promises that were broken, a line each, once all jobs have ended."""
-    found = session.scalars(select(Job).options(undefer(Job.output_text), undefer(Job.sampling)))
+    """The promises that were broken to the load's accounts, a line each, once all jobs have ended."""
+    accounts = [account.tenant_id for account in load.service.accounts]
+    found = session.scalars(
+        select(Job).where(Job.tenant_id.in_(accounts)).options(undefer(Job.output_text), undefer(Job.sampling))
+    )
     jobs = {job.id: job for job in found}
     rows: dict[str, list[tables.Event]] = defaultdict(list)
     for row in session.scalars(select(tables.Event).order_by(tables.Event.job_id, tables.Event.number)):
@@ -99,7 +102,9 @@ def _bills(session: Session, load: Load, jobs: dict[str, Job]) -> Iterator[str]:
 def _webhooks(session: Session, load: Load, jobs: dict[str, Job]) -> Iterator[str]:
     """One delivery for each end that wants one; at least one POST of it, signed; none of anything else."""
     wanted = {order.job_id: order for order in load.orders if order.has_webhook}
-    deliveries = {row.id: row for row in session.scalars(select(tables.Delivery))}
+    accounts = [account.tenant_id for account in load.service.accounts]
+    own = select(tables.Delivery).where(tables.Delivery.tenant_id.in_(accounts))
+    deliveries = {row.id: row for row in session.scalars(own)}
     counts = Counter(row.job_id for row in deliveries.values())
     yield from (f"{job_id} has {counts[job_id]} deliveries" for job_id in wanted if counts[job_id] != 1)
     yield from (f"{job_id} has a delivery that nobody wanted" for job_id in counts if job_id not in wanted)

@@ -39,10 +39,10 @@ def test_a_worker_that_does_not_load_its_model_in_time_says_so_and_ends(site: Si
     assert "was not loaded in 0.2 s (EVERBATCH_LOAD_LIMIT_S)" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
 def test_a_worker_that_loads_its_model_ends_at_once_when_asked(site: Site, number: signal.Signals) -> None:
     with loading(site) as (worker, lane):
         lane.suspend()  # it would have loaded before long
         worker.send_signal(number)
         assert worker.wait(5) == 0, site.tails()
-        lane.resume()

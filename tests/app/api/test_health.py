@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ def test_ready_counts_live_workers(app: Flask, new_worker: Any) -> None:
     client = app.test_client()
     before = client.get("/readyz").get_json()["workers"]
     new_worker().die()
+    new_worker().stop_taking()
     new_worker()
     answer = client.get("/readyz")
     assert answer.status_code == 200
@@ -66,6 +68,10 @@ def test_metrics_count_by_tier_and_code_and_never_by_tenant(app: Flask, call: An
     assert 'everbatch_jobs{status="queued",tier="paid"}' in text
     assert 'everbatch_jobs{status="running",tier="bulk"} 0.0' in text
     assert "everbatch_open_streams 0.0" in text
+    assert 'everbatch_oldest_wait_seconds{tier="bulk"} 0.0' in text
+    assert re.search(r'everbatch_oldest_wait_seconds\{tier="paid"\} 0*\.?0*[1-9]', text), "of the job above"
+    assert 'everbatch_workers{state="unready"}' in text
+    assert 'everbatch_deliveries{status="pending"}' in text
     assert owner.tenant_id not in text
     assert owner.key not in text
 
