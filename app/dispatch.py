@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from sqlalchemy import exists, func, select, text
 from sqlalchemy.exc import SQLAlchemyError
@@ -19,13 +20,16 @@ from app import line, settlements
 from app.broker import Broker, BrokerError
 from app.db import Database
 from app.line import SUSPECT_DEATHS, Numbered, Waiting
-from app.tables import Job, Settlement, TokenCounter, Worker
+from app.tables import Job, Settlement, TokenCounter
 from app.tiers import POLICIES, Tier
 
 logger = logging.getLogger(__name__)
 
 DISPATCH_LOCK = 0x45764264
 """Advisory lock: two dispatchers that counted at once would both fill the same window."""
+
+FULL_S = 0.01
+"""Pause after a look that found the window full: only a worker makes room, and its own dispatcher is nudged then."""
 
 _IS_SUSPECT_OUT = text(
     """
@@ -46,14 +50,35 @@ def dispatch(database: Database, broker: Broker, model: str) -> int:
 
     A message that cannot be sent is a lost one: the sweep finds its jobs and they are dispatched again.
     """
+    return _fill(database, broker, model) if _look(database, model) is _Seen.ROOM else 0
+
+
+class _Seen(Enum):
+    """What a look at the lines and the window found."""
+
+    NOTHING = auto()
+    """No job waits, as nearly always."""
+    FULL = auto()
+    """No waiting job's tier has room at the broker."""
+    ROOM = auto()
+
+
+def _look(database: Database, model: str) -> _Seen:
+    """Without a lock, for nearly all rounds end here."""
     with database.autocommit() as session:
         waiting = line.waiting(session, model)
-    if not waiting.tiers:
-        return 0  # as nearly always
+        if not waiting.tiers:
+            return _Seen.NOTHING
+        window = _window(session, model)
+        has_room = any(window.room(tier) > 0 for tier in waiting.tiers)
+        return _Seen.ROOM if has_room or waiting.handed_back else _Seen.FULL  # a suspect goes beyond the window
+
+
+def _fill(database: Database, broker: Broker, model: str) -> int:
     with database.transaction() as session:
         _lock(session)
         settlements.fold(session)
-        window = _window(session, model)
+        waiting, window = line.waiting(session, model), _window(session, model)
         chosen = _take_suspect(session, model, waiting) or {
             tier: _number(session, model, tier, room, waiting)
             for tier in waiting.tiers
@@ -96,23 +121,30 @@ class _Window:
         return self.free_slots + POLICIES[tier].lookahead - self.at_broker.get(tier, 0)
 
 
+_WINDOW = text(
+    """
+    select free_slots, most_slots, at_broker from (
+        select coalesce(sum(greatest(slots - (
+            select count(*) from jobs where owner = workers.id and status = 'running'
+        ), 0)), 0) as free_slots, coalesce(max(slots), 0) as most_slots
+        from workers where model = :model and not dead and ready
+    ) as places cross join (
+        select coalesce(jsonb_object_agg(tier, count), '{}') as at_broker from (
+            select tier, count(*) from jobs
+            where model = :model and status = 'queued' and dispatch_number is not null
+            group by tier
+        ) as sent
+    ) as sent
+    """
+)
+
+
 def _window(session: Session, model: str) -> _Window:
-    running = select(func.count()).where(Job.owner == Worker.id, Job.status == "running").scalar_subquery()
-    free_slots, most_slots = session.execute(
-        select(
-            func.coalesce(func.sum(func.greatest(Worker.slots - running, 0)), 0),
-            func.coalesce(func.max(Worker.slots), 0),
-        ).where(Worker.model == model, Worker.dead.is_(False), Worker.ready)
-    ).one()
-    at_broker = session.execute(
-        select(Job.tier, func.count())
-        .where(Job.model == model, Job.status == "queued", Job.dispatch_number.is_not(None))
-        .group_by(Job.tier)
-    )
+    row = session.execute(_WINDOW, {"model": model}).one()
     return _Window(
-        free_slots=int(free_slots),
-        max_per_task=max(1, most_slots // 4),
-        at_broker={Tier(name): count for name, count in at_broker},
+        free_slots=int(row.free_slots),
+        max_per_task=max(1, row.most_slots // 4),
+        at_broker={Tier(name): count for name, count in row.at_broker.items()},
     )
 
 
@@ -181,7 +213,11 @@ class Dispatcher:
             if self._closed.is_set():
                 return
             try:
-                dispatch(self._database, self._broker, self._model)
+                seen = _look(self._database, self._model)
+                if seen is _Seen.FULL:
+                    self._closed.wait(FULL_S)
+                elif seen is _Seen.ROOM:
+                    _fill(self._database, self._broker, self._model)
             except (SQLAlchemyError, BrokerError) as error:
                 logger.warning("dispatch failed, the next round tries again: %s", error)
                 self._closed.wait(0.5)

@@ -607,8 +607,8 @@ def cancel(session: Session, tenant_id: str, job_id: str) -> tuple[Job, list[Eve
     return find(session, tenant_id, job_id), moved
 
 
-def cancel_batch(session: Session, batch_id: str, *, limit: int = 1000) -> list[Event]:
-    """Cancel up to limit unfinished jobs of a batch."""
+def cancel_batch(session: Session, batch_id: str, *, limit: int = 10_000) -> list[Event]:
+    """Cancel up to limit unfinished jobs of a batch: all of them, for no more of its rows are read ahead."""
     jobs = _lock(session, Job.batch_id == batch_id, Job.status.in_(["queued", "running"]), limit=limit)
     return move(session, [Move(job.id) for job in jobs], Status.CANCELLED)
 

@@ -65,8 +65,7 @@ _NUMBER_HANDED_BACK = text(
 )
 """Numbers are drawn row by row from the sorted rows: an update alone would draw them in the order of its own plan."""
 
-_TENANTS_IN_LINE = text(
-    f"""
+_WALK = f"""
     with recursive walk (tenant_id) as (
         (
             select tenant_id from jobs
@@ -80,12 +79,19 @@ _TENANTS_IN_LINE = text(
             order by tenant_id limit 1
         ) from walk where walk.tenant_id is not null
     )
+"""
+"""From tenant to tenant over the index, however many jobs each of them has in line."""
+
+_WHO_WAITS = text(f"{_WALK} select tenant_id from walk where tenant_id is not null")
+
+_TENANTS_IN_LINE = text(
+    f"""
+    {_WALK}
     select tenants.id, weight, coalesce(served, 0) as served, coalesce(in_line, false) as was_in_line, mean_generated
     from walk join tenants on tenants.id = walk.tenant_id
     left join token_counters on token_counters.tenant_id = tenants.id and model = :model and tier = :tier
     """
 )
-"""From tenant to tenant over the index, however many jobs each of them has in line."""
 
 _LAST_START = text("select coalesce(max(last_start), 0) from token_counters where model = :model and tier = :tier")
 
@@ -199,6 +205,11 @@ def waiting(session: Session, model: str) -> Waiting:
         in_line=frozenset(Tier(row.tier) for row in rows if row.in_line),
         handed_back=frozenset(Tier(row.tier) for row in rows if row.handed_back),
     )
+
+
+def who_waits(session: Session, model: str, tier: Tier) -> list[str]:
+    """The tenants that have jobs in line."""
+    return list(session.scalars(_WHO_WAITS, {"model": model, "tier": tier.value}))
 
 
 def number_handed_back(session: Session, model: str, tier: Tier, count: int, *, suspects: bool = False) -> Numbered:

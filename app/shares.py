@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
+from app import line
 from app.settlements import GENERATED_COST, PREFILLED_COST
 from app.tiers import Tier
 
@@ -31,7 +32,7 @@ _SERVED = text(
         ) as shown
         group by tenant_id, tier
     ), in_line as (
-        select tenant_id, tier from token_counters where model = :model and in_line
+        select * from unnest(cast(:waiting_ids as text[]), cast(:waiting_tiers as text[])) as waiting (tenant_id, tier)
     )
     select tenants.id, tenants.name, tenants.weight, tier, coalesce(prefilled, 0) as prefilled,
         coalesce(generated, 0) as generated, in_line.tenant_id is not null as is_waiting
@@ -54,7 +55,7 @@ class Served:
     """Prompt tokens of its jobs that began."""
     generated: int
     is_waiting: bool
-    """Jobs of it stood in line at the last dispatch: it would have taken more."""
+    """Jobs of it stand in line: it would take more."""
 
     @property
     def tokens(self) -> int:
@@ -68,7 +69,16 @@ class Served:
 
 def served(session: Session, model: str, *, window_s: float) -> Sequence[Served]:
     """What tenants were served in the last seconds, by jobs that run or have ended since, and who waits."""
-    rows = session.execute(_SERVED, {"model": model, "window_s": window_s})
+    waiting = [(tenant_id, tier.value) for tier in Tier for tenant_id in line.who_waits(session, model, tier)]
+    rows = session.execute(
+        _SERVED,
+        {
+            "model": model,
+            "window_s": window_s,
+            "waiting_ids": [tenant_id for tenant_id, _ in waiting],
+            "waiting_tiers": [tier for _, tier in waiting],
+        },
+    )
     return [
         Served(row.id, row.name, Tier(row.tier), row.weight, row.prefilled, row.generated, row.is_waiting)
         for row in rows

@@ -35,14 +35,15 @@ logger = logging.getLogger(__name__)
 
 ROUND_S = 5.0
 """A round ends after so long, so that new batches and a stop are seen."""
-WINDOW_ROWS = 256
+WINDOW_ROWS = 1024
 """Rows that become jobs in one transaction."""
 WINDOW_BYTES = 4 << 20
 """A window ends after so many bytes, so that a worker never holds more of a file than that and one line."""
 WINDOW_S = 1.0
 """A window ends once its rows took so long to tokenize, so that no batch holds up the others for long."""
-MAX_UNFINISHED = 512
-"""While so many of a batch's jobs have not ended, no further rows are read."""
+MAX_UNFINISHED = 4096
+"""While so many of a batch's jobs have not ended, no further rows are read. A worker that takes thousands in a second
+still has some until the next round."""
 JOBS_AT_ONCE = 256
 """Rows of the database that are held while the files are written."""
 BATCH_LOCK = 0x45764262
