@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
+from app.api.metrics import Metrics
+from app.db import Database
 from app.settings import Settings
+from engine.builder import build
+from engine.config import EngineConfig
+from engine.echo import write_model
+from worker.metrics import IoMetrics, WorkerMetrics
 
 PROJECT = Path(__file__).parent.parent
 OPERATIONS = (PROJECT / "docs" / "operations.md").read_text()
@@ -24,6 +33,30 @@ def test_operations_name_every_setting_with_its_default() -> None:
                 assert float(rows[name.upper()]) == field.default, name
             case str():
                 assert rows[name.upper()] == field.default, name
+
+
+def test_operations_name_every_metric_with_its_meaning_and_no_other(database: str, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    engine, counted = build(EngineConfig(tmp_path)), Database(database)
+    try:
+        registries = (
+            WorkerMetrics(engine, lambda: True).registry,
+            IoMetrics(lambda: True).registry,
+            Metrics(counted, lambda: 0).registry,
+        )
+        meanings = {name: text for registry in registries for name, text in _metrics(registry)}
+    finally:
+        engine.close()
+        counted.close()
+    rows = dict(re.findall(r"^\| `(everbatch_\w+)` \| (.*?) \|$", OPERATIONS, re.MULTILINE))
+    assert rows == meanings
+    assert set(re.findall(r"`(everbatch_\w+)", OPERATIONS)) == meanings.keys()
+
+
+def _metrics(registry: CollectorRegistry) -> Iterator[tuple[str, str]]:
+    """Names as they are scraped, and what each says of itself."""
+    for family in registry.collect():
+        yield family.name + ("_total" if family.type == "counter" else ""), family.documentation
 
 
 def test_the_readme_names_every_file_of_the_code_and_no_other() -> None:
