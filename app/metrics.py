@@ -81,8 +81,8 @@ class Counts(Collector):
         try:
             with self._database.transaction() as session:
                 unfinished = session.execute(_UNFINISHED).all()
-                workers = dict(session.execute(_WORKERS).all())
-                deliveries = dict(session.execute(_DELIVERIES).all())
+                workers = {row[0]: row[1] for row in session.execute(_WORKERS)}
+                deliveries = {row[0]: row[1] for row in session.execute(_DELIVERIES)}
         except SQLAlchemyError as error:
             logger.warning("nothing was counted for a scrape: %s", type(error).__name__)
             return []

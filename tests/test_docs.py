@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
+from app.api.metrics import Metrics
+from app.db import Database
 from app.settings import Settings
 from app.tiers import Tier, TierSettings, TierTable
+from engine.builder import build
+from engine.config import EngineConfig
+from engine.echo import write_model
+from worker.metrics import IoMetrics, WorkerMetrics
 
 PROJECT = Path(__file__).parent.parent
 OPERATIONS = (PROJECT / "docs" / "operations.md").read_text()
@@ -33,6 +42,30 @@ def test_operations_name_what_each_tier_gets() -> None:
     for name, *values in rows:
         usual = [getattr(TierTable()[tier], name.lower()) for tier in Tier]
         assert [None if value == "—" else float(value) for value in values] == usual, name
+
+
+def test_operations_name_every_metric_with_its_meaning_and_no_other(database: str, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    engine, counted = build(EngineConfig(tmp_path)), Database(database)
+    try:
+        registries = (
+            WorkerMetrics(engine, lambda: True).registry,
+            IoMetrics(lambda: True).registry,
+            Metrics(counted, "echo", lambda: 0).registry,
+        )
+        meanings = {name: text for registry in registries for name, text in _metrics(registry)}
+    finally:
+        engine.close()
+        counted.close()
+    rows = dict(re.findall(r"^\| `(everbatch_\w+)` \| (.*?) \|$", OPERATIONS, re.MULTILINE))
+    assert rows == meanings
+    assert set(re.findall(r"`(everbatch_\w+)", OPERATIONS)) == meanings.keys()
+
+
+def _metrics(registry: CollectorRegistry) -> Iterator[tuple[str, str]]:
+    """Names as they are scraped, and what each says of itself."""
+    for family in registry.collect():
+        yield family.name + ("_total" if family.type == "counter" else ""), family.documentation
 
 
 def test_the_readme_names_every_file_of_the_code_and_no_other() -> None:

@@ -162,6 +162,8 @@ class Service:
     def close(self) -> None:
         for member in self.members.values():
             member.send(signal.SIGCONT)
+            member.send(signal.SIGTERM)  # all at once: each takes its time
+        for member in self.members.values():
             assert member.process is not None
             end(member.process, by=signal.SIGTERM, timeout_s=10)
             member.postgres.close()

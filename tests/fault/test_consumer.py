@@ -113,6 +113,7 @@ def check_goes_on(site: Site, worker: subprocess.Popen[bytes]) -> None:
     assert is_ready(site, worker) == (True, True, True)
 
 
+@pytest.mark.slow
 def test_a_worker_takes_jobs_again_after_redis_lost_it_three_times_in_three_seconds(
     servers: Servers, own: Site, tmp_path: Path
 ) -> None:
@@ -164,11 +165,9 @@ HUNG = {
 }
 
 
-@pytest.mark.timeout(110)
-@pytest.mark.parametrize(
-    "spoiled",
-    [pytest.param(each, id=name, marks=pytest.mark.slow if "hub" in name else ()) for name, each in HUNG.items()],
-)
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("spoiled", HUNG.values(), ids=HUNG.keys())
 def test_a_worker_whose_consumer_hangs_hands_back_and_ends_and_the_next_one_takes_over(
     own: Site, spoiled: Spoiled, tmp_path: Path
 ) -> None:

@@ -138,6 +138,8 @@ def test_a_process_that_dies_between_two_writes_breaks_no_promise(
 ) -> None:
     service = stage.service
     marks = {name: tmp_path / member for member, (name, _) in points.items()}
+    for member in points:
+        service.members[member].send(signal.SIGTERM)
     for member, (name, spoiled) in points.items():
         arm(service.members[member], spoiled, marks[name])
     stage.wait(service.is_ready, "the API is not there")
