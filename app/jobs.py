@@ -587,7 +587,7 @@ def hand_back(session: Session, owner: str, job_ids: Collection[str]) -> list[Ev
 IS_ORPHAN = and_(
     Job.status == "running", Job.owner.not_in(select(tables.Worker.id).where(tables.Worker.dead.is_(False)))
 )
-IS_EXPIRED = and_(Job.status.in_(["queued", "running"]), Job.deadline_at <= tables.NOW)
+IS_EXPIRED = and_(Job.status.in_(["queued", "running"]), Job.deadline_at <= tables.STATEMENT_TIME)
 
 
 def is_unclaimed(grace_s: float) -> ColumnElement[bool]:
@@ -595,7 +595,7 @@ def is_unclaimed(grace_s: float) -> ColumnElement[bool]:
     return and_(
         Job.status == "queued",
         Job.dispatch_number.is_not(None),
-        Job.dispatched_at < tables.NOW - timedelta(seconds=grace_s),
+        Job.dispatched_at < tables.STATEMENT_TIME - timedelta(seconds=grace_s),
     )
 
 
@@ -647,8 +647,10 @@ def _computed(session: Session, jobs: Sequence[Job], progressed: Collection[str]
 
 
 def expire(session: Session, *, limit: int = 500) -> list[Event]:
-    """End jobs whose deadline has passed."""
-    jobs = _lock(session, IS_EXPIRED, skip_locked=True, limit=limit)
+    """End up to limit jobs whose deadline has passed."""
+    # Found by their deadlines and then locked by their ids: in one step, all jobs might be looked through by their ids.
+    late = select(Job.id).where(IS_EXPIRED).order_by(Job.deadline_at).limit(limit)
+    jobs = _lock(session, Job.id.in_(late), IS_EXPIRED, skip_locked=True)
     for job in jobs:
         job.error = dict(DEADLINE_EXCEEDED)
     return move(session, jobs, Status.EXPIRED)

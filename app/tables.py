@@ -54,6 +54,9 @@ class Base(DeclarativeBase):
 
 
 NOW = func.clock_timestamp()
+STATEMENT_TIME = func.statement_timestamp()
+"""The time for conditions: it stands still while a statement runs, so that an index can be searched for it. For
+clock_timestamp(), which may change from row to row, each row would be read."""
 
 dispatch_numbers = Sequence("dispatch_numbers", metadata=Base.metadata)
 """The order in which jobs are handed to the broker."""
@@ -140,7 +143,7 @@ class Job(Base):
             "tier",
             postgresql_where=text("status = 'queued' and batch_id is null"),
         ),
-        Index("jobs_by_end", "finished_at", postgresql_where=text("finished_at is not null")),
+        Index("jobs_by_end", "tier", "finished_at", postgresql_where=text("finished_at is not null")),
         Index("jobs_by_batch", "batch_id", "row_number", unique=True, postgresql_where=text("batch_id is not null")),
         Index("jobs_by_custom_id", "batch_id", "custom_id", postgresql_where=text("custom_id is not null")),
         Index(
