@@ -25,7 +25,8 @@ _FOLD = text(
     with settled as (
         delete from settlements
         where job_id in (select job_id from settlements order by job_id limit :limit for update skip locked)
-        returning tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, reserved_tokens
+        returning tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, charged_weight,
+            reserved_tokens
     ), billed as (
         insert into usage_days (tenant_id, day, model, tier, jobs, prompt_tokens, completion_tokens)
         select tenant_id, day, model, tier, count(*), sum(prompt_tokens), sum(completion_tokens)
@@ -43,17 +44,20 @@ _FOLD = text(
         ) as days where quota_days.tenant_id = days.tenant_id and quota_days.day = days.day
     ), corrected as (
         update token_counters set
-            served = served + owed / weight,
+            served = served + owed,
             mean_generated = coalesce(
                 recent + (mean_generated - recent) * power(:memory, how_many), recent, mean_generated
             )
         from (
             select tenant_id, model, tier,
-                sum(:prefilled_cost * prompt_tokens + :generated_cost * completion_tokens - charged_cost) as owed,
+                sum(
+                    (:prefilled_cost * prompt_tokens + :generated_cost * completion_tokens - charged_cost)
+                    / coalesce(charged_weight, weight)
+                ) as owed,
                 avg(completion_tokens) filter (where completion_tokens > 0) as recent,
                 count(*) filter (where completion_tokens > 0) as how_many
-            from settled group by tenant_id, model, tier
-        ) as sums join tenants on tenants.id = sums.tenant_id
+            from settled join tenants on tenants.id = tenant_id group by tenant_id, model, tier
+        ) as sums
         where token_counters.tenant_id = sums.tenant_id
             and token_counters.model = sums.model and token_counters.tier = sums.tier
     )
@@ -95,6 +99,7 @@ def settlement_of(job: Job) -> Settlement:
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
         charged_cost=job.charged_cost or 0.0,
+        charged_weight=job.charged_weight,
         reserved_tokens=job.reserved_tokens,
     )
 

@@ -190,6 +190,8 @@ class Job(Base):
     """Its tenant's token counter as dispatch found it: the worker's engine goes on from it."""
     charged_cost: Mapped[float | None]
     """What the tenant's counter was charged at the first dispatch, in virtual tokens; the settlement corrects it."""
+    charged_weight: Mapped[float | None]
+    """The tenant's weight at that moment: what is corrected is divided by what was charged was divided by."""
     reserved_tokens: Mapped[int] = mapped_column(server_default=text("0"))
     """What it may use at most, reserved of its tenant's quota for the day of its submission; 0 where there is none."""
 
@@ -258,6 +260,8 @@ class Settlement(Base):
     completion_tokens: Mapped[int]
     charged_cost: Mapped[float]
     """What the tenant's counter was charged for it at dispatch, in virtual tokens."""
+    charged_weight: Mapped[float | None]
+    """The weight by which that was divided; none for a job that was not charged."""
     reserved_tokens: Mapped[int]
     """What it had reserved of the quota of its day."""
 
