@@ -40,7 +40,7 @@ _FOLD = text(
         from (
             select tenant_id, day, sum(prompt_tokens + completion_tokens) as used_tokens,
                 sum(reserved_tokens) as released_tokens
-            from settled group by tenant_id, day
+            from settled where reserved_tokens > 0 group by tenant_id, day
         ) as days where quota_days.tenant_id = days.tenant_id and quota_days.day = days.day
     ), corrected as (
         update token_counters set

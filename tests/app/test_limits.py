@@ -130,6 +130,26 @@ def test_a_tenant_without_a_quota_reserves_nothing(
     submit()
 
 
+def test_what_was_accepted_without_a_quota_is_not_held_against_one(
+    submit: Any, worker: Any, allow: Any, day: Any
+) -> None:
+    early = submit()
+    allow(MOST)
+    submit()
+    worker.run(early, "abc")
+    assert day() == (MOST, 0)
+
+
+def test_a_lifted_quota_gives_back_what_was_reserved_of_it(submit: Any, worker: Any, allow: Any, day: Any) -> None:
+    allow(MOST)
+    reserved = submit()
+    allow(None)
+    free = submit()
+    worker.run(free, "abc")
+    worker.run(reserved, "a")
+    assert day() == (0, 3)
+
+
 def test_rows_of_a_batch_reserve_together_or_not_at_all(
     db: Database, owner: Any, submission: Submission, allow: Any, day: Any
 ) -> None:
