@@ -665,9 +665,10 @@ def forget_lost_messages(session: Session, model: str, tier: Tier, *, queue_is_e
     claimed = select(func.max(Job.claimed_number)).where(Job.model == model, Job.tier == tier.value).scalar_subquery()
     old = and_(Job.model == model, Job.tier == tier.value, is_unclaimed(grace_s))
     lost = old if queue_is_empty else and_(old, Job.dispatch_number < claimed)
+    locked = select(Job.id).where(lost).order_by(Job.id).with_for_update(skip_locked=True)
     forgotten = session.execute(
         update(Job)
-        .where(lost)
+        .where(Job.id.in_(locked))
         .values(dispatch_number=None, dispatched_at=None)
         .returning(Job.id)
         .execution_options(synchronize_session=False)

@@ -190,6 +190,18 @@ def test_a_job_whose_message_was_lost_or_that_was_handed_back_is_charged_once(fr
     assert free.served(tenant) == COST
 
 
+def test_a_lost_message_of_a_job_that_somebody_holds_is_left_for_later(free: Line) -> None:
+    def forget() -> int:
+        with free.db.transaction() as session:
+            return jobs.forget_lost_messages(session, free.submission.model, Tier.FREE, queue_is_empty=True, grace_s=0)
+
+    job_ids = free.leave(len(free.submit(free.tenant(), 2)))
+    with free.db.transaction() as holder:
+        jobs.lock(holder, job_ids[:1])
+        assert forget() == 1
+    assert forget() == 1
+
+
 def test_the_claim_carries_the_tenants_counter_and_weight(free: Line) -> None:
     tenant = free.tenant(weight=4.0)
     job_ids = free.submit(tenant, 2)
