@@ -22,9 +22,18 @@ FOLDED_AT_ONCE = 2000
 
 _FOLD = text(
     """
-    with settled as (
+    with held as materialized (
+        select tenant_id, day from quota_days
+        where (tenant_id, day) in (select tenant_id, day from settlements where reserved_tokens > 0)
+        for no key update skip locked
+    ), settled as (
         delete from settlements
-        where job_id in (select job_id from settlements order by job_id limit :limit for update skip locked)
+        where job_id in (
+            select job_id from settlements
+            where reserved_tokens = 0 or (tenant_id, day) in (select tenant_id, day from held)
+            order by job_id limit :limit
+            for update skip locked
+        )
         returning tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, charged_weight,
             reserved_tokens
     ), billed as (
@@ -62,6 +71,15 @@ _FOLD = text(
             and token_counters.model = sums.model and token_counters.tier = sums.tier
     )
     select count(*) from settled
+    """
+)
+
+_WAIT_FOR_OLDEST = text(
+    """
+    select from quota_days where (tenant_id, day) = (
+        select tenant_id, day from settlements where reserved_tokens > 0 order by job_id limit 1
+    )
+    for no key update
     """
 )
 
@@ -107,7 +125,8 @@ def settlement_of(job: Job) -> Settlement:
 def fold(session: Session) -> int:
     """Add settlements to the days that are billed, and to the counters by which dispatch orders; how many there were.
 
-    The caller holds dispatch's lock: counters have one writer at a time.
+    The caller holds dispatch's lock: counters have one writer at a time. Settlements of a quota of which a submission
+    reserves at this moment are left for the next time: dispatch waits for no tenant.
     """
     folded = 0
     while True:
@@ -123,3 +142,11 @@ def fold(session: Session) -> int:
         folded += count
         if count < FOLDED_AT_ONCE:
             return folded
+
+
+def wait_for_oldest(session: Session) -> None:
+    """Hold the quota that the oldest settlement is to free: a tenant may submit without pause, and keep it from fold.
+
+    To be called before dispatch's lock is taken.
+    """
+    session.execute(_WAIT_FOR_OLDEST)
