@@ -97,6 +97,7 @@ def settle(database: Database) -> None:
         if not session.scalar(select(exists(Settlement.job_id) | exists().where(TokenCounter.in_line))):
             return
     with database.transaction() as session:
+        settlements.wait_for_oldest(session)
         _lock(session)
         settlements.fold(session)
         line.leave(session)

@@ -741,7 +741,7 @@ def hand_back(session: Session, owner: str, job_ids: Collection[str]) -> list[Ev
 IS_ORPHAN = and_(
     Job.status == "running", Job.owner.not_in(select(tables.Worker.id).where(tables.Worker.dead.is_(False)))
 )
-IS_EXPIRED = and_(Job.status.in_(["queued", "running"]), Job.deadline_at <= tables.NOW)
+IS_EXPIRED = and_(Job.status.in_(["queued", "running"]), Job.deadline_at <= tables.STATEMENT_TIME)
 
 
 def is_unclaimed(grace_s: float) -> ColumnElement[bool]:
@@ -749,7 +749,7 @@ def is_unclaimed(grace_s: float) -> ColumnElement[bool]:
     return and_(
         Job.status == "queued",
         Job.dispatch_number.is_not(None),
-        Job.dispatched_at < tables.NOW - timedelta(seconds=grace_s),
+        Job.dispatched_at < tables.STATEMENT_TIME - timedelta(seconds=grace_s),
     )
 
 
@@ -799,8 +799,10 @@ def _computed(session: Session, jobs: Sequence[_Locked], progressed: Collection[
 
 
 def expire(session: Session, *, limit: int = 500) -> list[Event]:
-    """End jobs whose deadline has passed."""
-    jobs = _lock(session, IS_EXPIRED, skip_locked=True, limit=limit)
+    """End up to limit jobs whose deadline has passed."""
+    # Found by their deadlines and then locked by their ids: in one step, all jobs might be looked through by their ids.
+    late = select(Job.id).where(IS_EXPIRED).order_by(Job.deadline_at).limit(limit)
+    jobs = _lock(session, Job.id.in_(late), IS_EXPIRED, skip_locked=True)
     return move(session, [Move(job.id, error=DEADLINE_EXCEEDED) for job in jobs], Status.EXPIRED)
 
 
@@ -813,9 +815,10 @@ def forget_lost_messages(session: Session, model: str, tier: Tier, *, queue_is_e
     claimed = select(func.max(Job.claimed_number)).where(Job.model == model, Job.tier == tier.value).scalar_subquery()
     old = and_(Job.model == model, Job.tier == tier.value, is_unclaimed(grace_s))
     lost = old if queue_is_empty else and_(old, Job.dispatch_number < claimed)
+    locked = select(Job.id).where(lost).order_by(Job.id).with_for_update(skip_locked=True)
     forgotten = session.execute(
         update(Job)
-        .where(lost)
+        .where(Job.id.in_(locked))
         .values(dispatch_number=None, dispatched_at=None)
         .returning(Job.id)
         .execution_options(synchronize_session=False)

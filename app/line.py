@@ -140,10 +140,11 @@ _COUNT_FIRST = text(
 _NUMBER = text(
     """
     with asked as (
-        select * from unnest(cast(:ids as text[]), cast(:counters as float8[]), cast(:costs as float8[]))
-        with ordinality as asked (id, counter, cost, place)
+        select * from unnest(
+            cast(:ids as text[]), cast(:counters as float8[]), cast(:costs as float8[]), cast(:weights as float8[])
+        ) with ordinality as asked (id, counter, cost, weight, place)
     ), chosen as materialized (
-        select jobs.id, asked.counter, asked.cost, asked.place from jobs join asked on jobs.id = asked.id
+        select asked.* from jobs join asked on jobs.id = asked.id
         where status = 'queued' and dispatch_number is null
         order by jobs.id
         for update of jobs skip locked
@@ -151,7 +152,8 @@ _NUMBER = text(
         select *, nextval('dispatch_numbers') as number from (select * from chosen order by place) as in_order
     )
     update jobs set dispatch_number = numbered.number, dispatched_at = clock_timestamp(),
-        counter = numbered.counter, charged_cost = coalesce(jobs.charged_cost, numbered.cost)
+        counter = numbered.counter, charged_cost = coalesce(jobs.charged_cost, numbered.cost),
+        charged_weight = coalesce(jobs.charged_weight, numbered.weight)
     from numbered where jobs.id = numbered.id
     returning jobs.id, jobs.dispatch_number as number
     """
@@ -251,6 +253,7 @@ def number_next(session: Session, model: str, tier: Tier, count: int) -> Numbere
             "ids": [job.id for job in chosen],
             "counters": [job.counter for job in chosen],
             "costs": [job.cost for job in chosen],
+            "weights": [tenants[job.tenant_id].weight for job in chosen],
         },
     )
     numbers = {row.id: row.number for row in rows}

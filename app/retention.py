@@ -15,7 +15,7 @@ _REMOVE = text(
     """
     with bygone as materialized (
         select id from jobs
-        where finished_at < clock_timestamp() - make_interval(secs => :keep_s) and tier = :tier
+        where finished_at < statement_timestamp() - make_interval(secs => :keep_s) and tier = :tier
         and not exists (select from batches where id = jobs.batch_id and status = any(:open))
         and not exists (select from deliveries where job_id = jobs.id and status in ('pending', 'sending'))
         order by finished_at limit :limit

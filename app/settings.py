@@ -34,13 +34,14 @@ class Settings(BaseSettings):
         nested_model_default_partial_update=True,
         frozen=True,
         extra="ignore",
+        allow_inf_nan=False,
     )
 
     home: Path = Field(default_factory=_default_home, validate_default=True)
     """Data of the embedded servers, converted models, uploaded files, secrets."""
     database_url: str | None = Field(default=None, pattern=r"^postgresql\+psycopg://")
     """A Postgres ≥ 15 of one's own; unset: the embedded one in the home."""
-    redis_url: str | None = Field(default=None, pattern=r"^(rediss?|unix)://")
+    redis_url: str | None = Field(default=None, pattern=r"^rediss?://")
     """A Redis or Valkey of one's own; unset: the embedded one in the home."""
     secret_key: SecretStr | None = None
     """Encrypts webhook secrets at rest (a Fernet key); unset: made once and kept in the home."""

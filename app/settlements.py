@@ -23,10 +23,20 @@ FOLDED_AT_ONCE = 2000
 
 _FOLD = text(
     """
-    with settled as (
+    with held as materialized (
+        select tenant_id, day from quota_days
+        where (tenant_id, day) in (select tenant_id, day from settlements where reserved_tokens > 0)
+        for no key update skip locked
+    ), settled as (
         delete from settlements
-        where job_id in (select job_id from settlements order by job_id limit :limit for update skip locked)
-        returning tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, reserved_tokens
+        where job_id in (
+            select job_id from settlements
+            where reserved_tokens = 0 or (tenant_id, day) in (select tenant_id, day from held)
+            order by job_id limit :limit
+            for update skip locked
+        )
+        returning tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, charged_weight,
+            reserved_tokens
     ), billed as (
         insert into usage_days (tenant_id, day, model, tier, jobs, prompt_tokens, completion_tokens)
         select tenant_id, day, model, tier, count(*), sum(prompt_tokens), sum(completion_tokens)
@@ -40,25 +50,37 @@ _FOLD = text(
         from (
             select tenant_id, day, sum(prompt_tokens + completion_tokens) as used_tokens,
                 sum(reserved_tokens) as released_tokens
-            from settled group by tenant_id, day
+            from settled where reserved_tokens > 0 group by tenant_id, day
         ) as days where quota_days.tenant_id = days.tenant_id and quota_days.day = days.day
     ), corrected as (
         update token_counters set
-            served = served + owed / weight,
+            served = served + owed,
             mean_generated = coalesce(
                 recent + (mean_generated - recent) * power(:memory, how_many), recent, mean_generated
             )
         from (
             select tenant_id, model, tier,
-                sum(:prefilled_cost * prompt_tokens + :generated_cost * completion_tokens - charged_cost) as owed,
+                sum(
+                    (:prefilled_cost * prompt_tokens + :generated_cost * completion_tokens - charged_cost)
+                    / coalesce(charged_weight, weight)
+                ) as owed,
                 avg(completion_tokens) filter (where completion_tokens > 0) as recent,
                 count(*) filter (where completion_tokens > 0) as how_many
-            from settled group by tenant_id, model, tier
-        ) as sums join tenants on tenants.id = sums.tenant_id
+            from settled join tenants on tenants.id = tenant_id group by tenant_id, model, tier
+        ) as sums
         where token_counters.tenant_id = sums.tenant_id
             and token_counters.model = sums.model and token_counters.tier = sums.tier
     )
     select count(*) from settled
+    """
+)
+
+_WAIT_FOR_OLDEST = text(
+    """
+    select from quota_days where (tenant_id, day) = (
+        select tenant_id, day from settlements where reserved_tokens > 0 order by job_id limit 1
+    )
+    for no key update
     """
 )
 
@@ -90,10 +112,11 @@ CHARGED_PROMPT = "case when attempt = 0 then 0 else prompt_tokens end"
 _SETTLE = text(
     f"""
     insert into settlements (
-        job_id, tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, reserved_tokens
+        job_id, tenant_id, day, model, tier, prompt_tokens, completion_tokens, charged_cost, charged_weight,
+        reserved_tokens
     )
     select id, tenant_id, (created_at at time zone 'UTC')::date, model, tier, {CHARGED_PROMPT}, completion_tokens,
-        coalesce(charged_cost, 0), reserved_tokens
+        coalesce(charged_cost, 0), charged_weight, reserved_tokens
     from jobs where id = any(:job_ids)
     """
 )
@@ -107,7 +130,8 @@ def settle(session: Session, job_ids: Sequence[str]) -> None:
 def fold(session: Session) -> int:
     """Add settlements to the days that are billed, and to the counters by which dispatch orders; how many there were.
 
-    The caller holds dispatch's lock: counters have one writer at a time.
+    The caller holds dispatch's lock: counters have one writer at a time. Settlements of a quota of which a submission
+    reserves at this moment are left for the next time: dispatch waits for no tenant.
     """
     folded = 0
     while True:
@@ -123,3 +147,11 @@ def fold(session: Session) -> int:
         folded += count
         if count < FOLDED_AT_ONCE:
             return folded
+
+
+def wait_for_oldest(session: Session) -> None:
+    """Hold the quota that the oldest settlement is to free: a tenant may submit without pause, and keep it from fold.
+
+    To be called before dispatch's lock is taken.
+    """
+    session.execute(_WAIT_FOR_OLDEST)

@@ -18,13 +18,13 @@ _SERVED = text(
         select tenant_id, tier,
             coalesce(sum(prompt_tokens) filter (where started_at > since), 0)::bigint as prefilled,
             coalesce(sum(tokens), 0)::bigint as generated
-        from (select clock_timestamp() - make_interval(secs => :window_s) as since) as window_
+        from (select statement_timestamp() - make_interval(secs => :window_s) as since) as window_
         cross join lateral (
             select id, tenant_id, tier, prompt_tokens, started_at from jobs
             where model = :model and status = 'running'
             union all
             select id, tenant_id, tier, prompt_tokens, started_at from jobs
-            where model = :model and finished_at > since
+            where model = :model and tier = any(:tiers) and finished_at > since
         ) as active
         cross join lateral (
             select sum(cardinality(token_ids)) as tokens from events
@@ -75,6 +75,7 @@ def served(session: Session, model: str, *, window_s: float) -> Sequence[Served]
         {
             "model": model,
             "window_s": window_s,
+            "tiers": list(Tier),
             "waiting_ids": [tenant_id for tenant_id, _ in waiting],
             "waiting_tiers": [tier for _, tier in waiting],
         },

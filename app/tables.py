@@ -54,6 +54,9 @@ class Base(DeclarativeBase):
 
 
 NOW = func.clock_timestamp()
+STATEMENT_TIME = func.statement_timestamp()
+"""The time for conditions: it stands still while a statement runs, so that an index can be searched for it. For
+clock_timestamp(), which may change from row to row, each row would be read."""
 
 dispatch_numbers = Sequence("dispatch_numbers", metadata=Base.metadata)
 """The order in which jobs are handed to the broker."""
@@ -140,7 +143,7 @@ class Job(Base):
             "tier",
             postgresql_where=text("status = 'queued' and batch_id is null"),
         ),
-        Index("jobs_by_end", "finished_at", postgresql_where=text("finished_at is not null")),
+        Index("jobs_by_end", "tier", "finished_at", postgresql_where=text("finished_at is not null")),
         Index("jobs_by_batch", "batch_id", "row_number", unique=True, postgresql_where=text("batch_id is not null")),
         Index("jobs_by_custom_id", "batch_id", "custom_id", postgresql_where=text("custom_id is not null")),
         Index(
@@ -187,6 +190,8 @@ class Job(Base):
     """Its tenant's token counter as dispatch found it: the worker's engine goes on from it."""
     charged_cost: Mapped[float | None]
     """What the tenant's counter was charged at the first dispatch, in virtual tokens; the settlement corrects it."""
+    charged_weight: Mapped[float | None]
+    """The tenant's weight at that moment: what is corrected is divided by what was charged was divided by."""
     reserved_tokens: Mapped[int] = mapped_column(server_default=text("0"))
     """What it may use at most, reserved of its tenant's quota for the day of its submission; 0 where there is none."""
 
@@ -255,6 +260,8 @@ class Settlement(Base):
     completion_tokens: Mapped[int]
     charged_cost: Mapped[float]
     """What the tenant's counter was charged for it at dispatch, in virtual tokens."""
+    charged_weight: Mapped[float | None]
+    """The weight by which that was divided; none for a job that was not charged."""
     reserved_tokens: Mapped[int]
     """What it had reserved of the quota of its day."""
 

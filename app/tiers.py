@@ -28,7 +28,7 @@ class Tier(StrEnum):
 class TierSettings(BaseModel):
     """What an operator sets for a tier."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     weight: float = Field(gt=0)
     """Share of a backlogged worker's intake, relative to the other tiers."""
@@ -40,7 +40,7 @@ class TierSettings(BaseModel):
     """Slots of a worker that one tenant may hold with jobs of the tier; none: all."""
     deadline_s: float = Field(gt=0, le=30 * 86_400)
     """A job's deadline when it names none, in seconds after its submission."""
-    keep_days: float = Field(gt=0)
+    keep_days: float = Field(gt=0, le=36_500)
     """Days for which a job that has ended is kept, with its events and its webhook's log."""
 
 

@@ -174,14 +174,14 @@ _TAKE_DUE = text(
     """
     with lost as (
         update deliveries set status = 'dead', error = 'the sender was lost in the last attempt'
-        where status = 'sending' and next_at <= clock_timestamp() and attempts >= :max_attempts
+        where status = 'sending' and next_at <= statement_timestamp() and attempts >= :max_attempts
     ), busy as (
         select tenant_id, count(*) as deliveries from deliveries
-        where status = 'sending' and next_at > clock_timestamp() group by tenant_id
+        where status = 'sending' and next_at > statement_timestamp() group by tenant_id
     ), waiting as (
         select id, tenant_id, next_at, row_number() over (partition by tenant_id order by next_at, id) as place
         from deliveries
-        where status in ('pending', 'sending') and next_at <= clock_timestamp() and attempts < :max_attempts
+        where status in ('pending', 'sending') and next_at <= statement_timestamp() and attempts < :max_attempts
     ), chosen as (
         select id from waiting left join busy using (tenant_id)
         where place + coalesce(busy.deliveries, 0) <= :per_tenant
@@ -191,7 +191,7 @@ _TAKE_DUE = text(
     update deliveries set status = 'sending', next_at = clock_timestamp() + make_interval(secs => :lease_s)
     where id in (
         select id from deliveries
-        where id in (select id from chosen) and status in ('pending', 'sending') and next_at <= clock_timestamp()
+        where id in (select id from chosen) and status in ('pending', 'sending') and next_at <= statement_timestamp()
         order by id for update skip locked
     )
     returning id, attempts

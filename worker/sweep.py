@@ -21,7 +21,7 @@ from app import events, jobs
 from app.broker import Broker
 from app.db import Database
 from app.events import Event
-from app.tables import NOW, Job, Worker
+from app.tables import STATEMENT_TIME, Job, Worker
 from app.tiers import Tier
 from worker.metrics import IoMetrics
 
@@ -37,7 +37,7 @@ KEEP_DEAD_WORKERS = timedelta(hours=1)
 """For those who look into what happened."""
 _IS_BYGONE = and_(
     Worker.dead,
-    Worker.heartbeat_at < NOW - KEEP_DEAD_WORKERS,
+    Worker.heartbeat_at < STATEMENT_TIME - KEEP_DEAD_WORKERS,
     ~exists().where(Job.owner == Worker.id, Job.status == "running"),
 )
 
@@ -75,7 +75,9 @@ class Sweeper:
         self._on_requeued = on_requeued
         self._leadership: Connection | None = None
         self._leader_since = 0.0
-        self._is_silent = and_(Worker.dead.is_(False), Worker.heartbeat_at < NOW - timedelta(seconds=lease_s))
+        self._is_silent = and_(
+            Worker.dead.is_(False), Worker.heartbeat_at < STATEMENT_TIME - timedelta(seconds=lease_s)
+        )
         self._look_statement = select(
             exists().where(self._is_silent).label("silent_workers"),
             exists().where(jobs.IS_ORPHAN).label("orphans"),

@@ -1,7 +1,7 @@
 """Workers say whether they take jobs, not how many slots they had at their last beat, which nobody read.
 
 Revision ID: c41e7f2d8b06
-Revises: 71c4e0b82a5d
+Revises: 84d0e5a3b17f
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "c41e7f2d8b06"
-down_revision = "71c4e0b82a5d"
+down_revision = "84d0e5a3b17f"
 branch_labels = None
 depends_on = None
 

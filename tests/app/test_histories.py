@@ -219,7 +219,7 @@ class History(RuleBasedStateMachine):
         def send() -> tuple[str, bool]:
             idempotency = None if key is None else Idempotency(key, body)
             with self.db.transaction() as session:
-                job, _, is_new = jobs.submit(
+                job, is_new = jobs.submit(
                     session, self.tenants[tenant], wanted, max_queued=1000, idempotency=idempotency
                 )
                 return job.id, is_new

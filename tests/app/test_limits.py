@@ -9,15 +9,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import exists, select, update
 
-from app import dispatch, jobs, limits
+from app import dispatch, jobs, limits, settlements
 from app.children import free_port
 from app.db import Database
 from app.errors import QuotaExceeded
 from app.jobs import Idempotency, Submission
 from app.limits import Rates
-from app.tables import QuotaDay, Tenant
+from app.tables import QuotaDay, Settlement, Tenant
 
 MOST = 10
 """Tokens that a job of the test may use: a prompt of two and eight generated."""
@@ -128,6 +128,39 @@ def test_a_tenant_without_a_quota_reserves_nothing(
     allow(MOST)  # from now on; what was accepted before is not held against it
     worker.run(job_id, "abc")
     submit()
+
+
+def test_what_was_accepted_without_a_quota_is_not_held_against_one(
+    submit: Any, worker: Any, allow: Any, day: Any
+) -> None:
+    early = submit()
+    allow(MOST)
+    submit()
+    worker.run(early, "abc")
+    assert day() == (MOST, 0)
+
+
+def test_a_lifted_quota_gives_back_what_was_reserved_of_it(submit: Any, worker: Any, allow: Any, day: Any) -> None:
+    allow(MOST)
+    reserved = submit()
+    allow(None)
+    free = submit()
+    worker.run(free, "abc")
+    worker.run(reserved, "a")
+    assert day() == (0, 3)
+
+
+def test_what_is_folded_waits_for_no_submission(
+    db: Database, owner: Any, submit: Any, worker: Any, allow: Any, day: Any
+) -> None:
+    allow(3 * MOST)
+    worker.run(submit(), "abc")
+    with db.transaction() as submitting:
+        assert limits.reserve(submitting, owner.tenant_id, datetime.now(UTC).date(), MOST)
+        with db.transaction() as session:
+            settlements.fold(session)
+            assert session.scalar(select(exists().where(Settlement.tenant_id == owner.tenant_id))), "left for later"
+    assert day() == (MOST, 5)
 
 
 def test_rows_of_a_batch_reserve_together_or_not_at_all(

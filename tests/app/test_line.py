@@ -40,9 +40,12 @@ class Line:
 
     def tenant(self, *, weight: float = 1.0) -> str:
         tenant_id: str = self.make_tenant().tenant_id
+        self.weigh(tenant_id, weight)
+        return tenant_id
+
+    def weigh(self, tenant_id: str, weight: float) -> None:
         with self.db.transaction() as session:
             session.execute(update(Tenant).where(Tenant.id == tenant_id).values(weight=weight))
-        return tenant_id
 
     def submit(self, tenant_id: str, count: int = 1, *, max_tokens: int = MAX_TOKENS) -> list[str]:
         wanted = dataclasses.replace(self.submission, sampling={**self.submission.sampling, "max_tokens": max_tokens})
@@ -187,6 +190,18 @@ def test_a_job_whose_message_was_lost_or_that_was_handed_back_is_charged_once(fr
     assert free.served(tenant) == COST
 
 
+def test_a_lost_message_of_a_job_that_somebody_holds_is_left_for_later(free: Line) -> None:
+    def forget() -> int:
+        with free.db.transaction() as session:
+            return jobs.forget_lost_messages(session, free.submission.model, Tier.FREE, queue_is_empty=True, grace_s=0)
+
+    job_ids = free.leave(len(free.submit(free.tenant(), 2)))
+    with free.db.transaction() as holder:
+        jobs.lock(holder, job_ids[:1])
+        assert forget() == 1
+    assert forget() == 1
+
+
 def test_the_claim_carries_the_tenants_counter_and_weight(free: Line) -> None:
     tenant = free.tenant(weight=4.0)
     job_ids = free.submit(tenant, 2)
@@ -194,6 +209,20 @@ def test_the_claim_carries_the_tenants_counter_and_weight(free: Line) -> None:
     first, second = free.worker.claim(*job_ids)
     assert (first.counter, second.counter) == (0.0, COST / 4.0)
     assert first.weight == second.weight == 4.0
+
+
+def test_a_change_of_weight_leaves_what_was_charged_before_it(free: Line) -> None:
+    lowered, raised = free.tenant(), free.tenant()
+    jobs_of = {tenant: free.submit(tenant) for tenant in (lowered, raised)}
+    free.leave(2)
+    assert free.served(lowered) == free.served(raised) == COST
+    free.weigh(lowered, 0.1)
+    free.weigh(raised, 10.0)
+    with free.db.transaction() as session:
+        jobs.cancel(session, lowered, *jobs_of[lowered])
+    free.run(jobs_of[raised], generated=3)
+    assert free.served(lowered) == 0.0
+    assert free.served(raised) == PREFILLED_COST * PROMPT_TOKENS + GENERATED_COST * 3
 
 
 def test_a_job_that_somebody_holds_is_left_in_line_and_not_charged(free: Line) -> None:

@@ -82,10 +82,14 @@ def test_one_value_of_a_tier_is_set_and_the_others_stay(monkeypatch: pytest.Monk
         ("TIERS__PAID__FLOOR", "0.4", "EVERBATCH_TIERS: The floors add up to 0.55; they may be half of all tokens"),
         ("TIERS__FREE__FLUR", "0.1", "EVERBATCH_TIERS__FREE__FLUR is '0.1': Extra inputs are not permitted"),
         ("TIERS__GOLD__FLOOR", "0.1", "EVERBATCH_TIERS__GOLD: Extra inputs are not permitted"),
+        ("TIERS__PAID__WEIGHT", "inf", "EVERBATCH_TIERS__PAID__WEIGHT is 'inf': Input should be a finite number"),
+        ("TIERS__PAID__KEEP_DAYS", "1e7", "EVERBATCH_TIERS__PAID__KEEP_DAYS is '1e7': Input should be less than"),
+        ("LEASE_S", "inf", "EVERBATCH_LEASE_S is 'inf': Input should be a finite number"),
+        ("REDIS_URL", "unix:///run/redis.sock", "EVERBATCH_REDIS_URL is 'unix:///run/redis.sock': String should match"),
         ("TIERS", "{", "EVERBATCH_TIERS is '{': Input should be a valid dictionary"),
     ],
 )
-def test_a_wrong_value_of_a_tier_stops_the_start(
+def test_a_value_that_cannot_be_used_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, complaint_of_it: str
 ) -> None:
     monkeypatch.setenv(f"EVERBATCH_{variable}", value)
