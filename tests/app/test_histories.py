@@ -626,7 +626,7 @@ class History(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(12, 30), pytest.param(60, 50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    ("examples", "steps"), [(8, 30), pytest.param(60, 50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 def test_any_history_keeps_the_promises(
     db: Database,
