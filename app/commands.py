@@ -51,5 +51,7 @@ def _celery_command(application: str, name: str) -> list[str]:
     return [
         *[sys.executable, "-m", "celery", "-A", f"worker.celery_app:{application}", "worker"],
         *["--hostname", name, "--loglevel", "INFO"],
-        *["--without-gossip", "--without-mingle", "--without-heartbeat"],  # leases in Postgres say who lives
+        # Leases in Postgres say who lives. Heartbeats are left on for monitors: without, Celery has no dispatcher of
+        # events, and Flower cannot ask for those of tasks.
+        *["--without-gossip", "--without-mingle"],
     ]

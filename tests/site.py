@@ -129,6 +129,11 @@ class Site:
         with self.db.transaction() as session:
             return Counter(session.scalars(select(tables.Job.status).where(tables.Job.id.in_(job_ids))))
 
+    def errors(self, job_ids: Collection[str]) -> list[dict[str, Any]]:
+        with self.db.transaction() as session:
+            failed = select(tables.Job.error).where(tables.Job.id.in_(job_ids), tables.Job.status == "failed")
+            return [error for error in session.scalars(failed) if error is not None]
+
     def log(self, job_id: str) -> Log:
         with self.db.transaction() as session:
             rows = session.scalars(
@@ -200,7 +205,8 @@ class Site:
 
         def have_it() -> bool:
             statuses = self.statuses(job_ids)
-            assert not statuses.keys() & (TERMINAL - {status}), f"{statuses}\n{self.tails()}"
+            otherwise = TERMINAL - {status}
+            assert not statuses.keys() & otherwise, f"{statuses}\n{self.errors(job_ids)}\n{self.tails()}"
             return statuses[status] == len(job_ids)
 
         self.wait_for(have_it, timeout_s=timeout_s)

@@ -35,7 +35,7 @@ _WHAT_IS_LEFT = text(
 )
 
 
-@pytest.mark.parametrize("rounds", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_of_a_cancel_and_an_end_at_once_one_has_all_the_effect(
     db: Database, owner: Any, submit: Callable[..., str], new_worker: Callable[..., Any], rounds: int
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from celery.utils.nodenames import gethostname
 
 from app.broker import GENERATE
 from app.children import end, free_port
@@ -25,20 +26,24 @@ from tests.site import Site
 def worker(site: Site) -> Iterator[str]:
     """The name that Celery has for an engine worker, in whose hands a job stays until it is cancelled."""
     process = site.start_worker(echo_step_ms=50.0)
-    (name,) = celery(site, "inspect", "ping")
-    yield name
+    yield f"engine1@{gethostname()}"
     assert site.stop(process) == 0
 
 
-def celery(site: Site, *arguments: str) -> dict[str, Any]:
-    """What a command answers, by worker: `celery --broker … inspect active --json`."""
+def celery(site: Site, worker: str, group: str, *command: str) -> Any:
+    """What the worker answers to a command: `celery --broker … inspect --json --destination … active`."""
     assert site.settings.redis_url
-    group, *rest = arguments
-    command = [sys.executable, "-m", "celery", "--broker", site.settings.redis_url, group, "--json", "--timeout", "10"]
-    ran = subprocess.run([*command, *rest], capture_output=True, text=True, cwd=PROJECT, timeout=60, check=False)
+    start = [sys.executable, "-m", "celery", "--broker", site.settings.redis_url]
+    ran = subprocess.run(
+        [*start, group, "--json", "--timeout", "30", "--destination", worker, *command],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
-    answers: dict[str, Any] = json.loads(ran.stdout)
-    return answers
+    answers = json.loads(ran.stdout)  # of inspect by worker, of control a list of these
+    return (answers[0] if isinstance(answers, list) else answers)[worker]
 
 
 def message_of(site: Site, job_id: str) -> str:
@@ -47,30 +52,32 @@ def message_of(site: Site, job_id: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_inspect_shows_what_runs_and_the_engine_and_terminate_ends_it(site: Site, worker: str) -> None:
     job_ids = site.run(3, max_tokens=8000)
     site.wait_until(job_ids, "running")
-    active = {task["id"]: task for task in celery(site, "inspect", "active")[worker]}
+    active = {task["id"]: task for task in celery(site, worker, "inspect", "active")}
     assert active.keys() == {message_of(site, job_id) for job_id in job_ids}
     assert {task["name"] for task in active.values()} == {GENERATE}
     assert all(task["time_start"] is not None for task in active.values())
-    assert celery(site, "inspect", "query_task", *active)[worker].keys() == active.keys()
-    stats = celery(site, "inspect", "stats")[worker]
+    assert celery(site, worker, "inspect", "query_task", *active).keys() == active.keys()
+    stats = celery(site, worker, "inspect", "stats")
     assert stats["pool"]["tiers"]["paid"] == {"running": 3, "waiting": 0}
     assert stats["total"][GENERATE] >= 3
 
     first, second, third = job_ids
-    celery(site, "control", "terminate", "TERM", message_of(site, first))
+    celery(site, worker, "control", "terminate", "TERM", message_of(site, first))
     site.wait_until([first], "cancelled")
-    celery(site, "control", "revoke", message_of(site, second))
-    assert message_of(site, second) in celery(site, "inspect", "revoked")[worker]
+    celery(site, worker, "control", "revoke", message_of(site, second))
+    assert message_of(site, second) in celery(site, worker, "inspect", "revoked")
     assert site.statuses([second, third]) == {"running": 2}, "who runs is not stopped by a plain revoke"
     for job_id in (second, third):
         site.cancel(job_id)
-    site.wait_for(lambda: celery(site, "inspect", "active")[worker] == [])
+    site.wait_for(lambda: celery(site, worker, "inspect", "active") == [])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_flower_sees_the_worker_and_its_tasks(site: Site, worker: str) -> None:
     assert site.settings.redis_url
     port = free_port()
@@ -95,6 +102,8 @@ def test_flower_sees_the_worker_and_its_tasks(site: Site, worker: str) -> None:
 
             site.wait_for(lambda: worker in ask("/api/workers?refresh=true"))
             assert ask("/api/workers")[worker]["stats"]["pool"]["slots"] == site.settings.max_num_seqs
+            # It asks workers for their events after a while. What began before that it does not see.
+            site.wait_for(lambda: site.run(max_tokens=1) and ask("/api/tasks?state=SUCCESS"), timeout_s=60)
             (running,) = site.run(max_tokens=8000)
             site.wait_until([running], "running")
             site.wait_for(lambda: message_of(site, running) in ask("/api/tasks?state=STARTED"))
