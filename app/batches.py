@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app import db, files, jobs, submissions, webhooks
+from app import db, files, jobs, moves, submissions, webhooks
 from app.addresses import check_url
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
 from app.events import Event
@@ -186,8 +186,8 @@ def _count_jobs(session: Session, batches: Collection[Batch]) -> dict[str, Count
     rows = session.execute(
         select(
             Job.batch_id,
-            func.count().filter(Job.status == jobs.Status.SUCCEEDED),
-            func.count().filter(Job.status.in_(jobs.TERMINAL)),
+            func.count().filter(Job.status == moves.Status.SUCCEEDED),
+            func.count().filter(Job.status.in_(moves.TERMINAL)),
             func.coalesce(func.sum(Job.prompt_tokens).filter(Job.started_at.is_not(None)), 0),
             func.sum(Job.completion_tokens),
         )

@@ -15,7 +15,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import Field
 
-from app import jobs, submissions
+from app import moves, submissions
 from app.bodies import parse_object
 from app.completions import completion_object
 from app.errors import InvalidRequest, PayloadTooLarge, Refusal
@@ -153,8 +153,8 @@ def _of_body(refusal: Refusal) -> Refusal:
 # ---- lines of the output and the error file
 
 _NO_ANSWER = {
-    jobs.Status.CANCELLED: {"code": "batch_cancelled", "message": "The request was cancelled before it was answered"},
-    jobs.Status.EXPIRED: {"code": "batch_expired", "message": "The batch expired before the request was answered"},
+    moves.Status.CANCELLED: {"code": "batch_cancelled", "message": "The request was cancelled before it was answered"},
+    moves.Status.EXPIRED: {"code": "batch_expired", "message": "The batch expired before the request was answered"},
 }
 
 
@@ -166,10 +166,10 @@ def encoded(line: Mapping[str, Any]) -> bytes:
 def line_of_job(job: Job, batch: Batch) -> dict[str, Any]:
     """What became of a row: an answer, an answer that refuses it, or none. The job's output_text must be loaded."""
     assert job.row_number is not None
-    match jobs.Status(job.status):
-        case jobs.Status.SUCCEEDED:
+    match moves.Status(job.status):
+        case moves.Status.SUCCEEDED:
             status_code, body = 200, completion_object(job, batch.endpoint)
-        case jobs.Status.FAILED:
+        case moves.Status.FAILED:
             status_code, body = _refusal_of(job)
         case status:
             return _line(batch, job.row_number, job.custom_id, error=_NO_ANSWER[status])
@@ -179,7 +179,7 @@ def line_of_job(job: Job, batch: Batch) -> dict[str, Any]:
 
 def line_of_unread(row: Row, batch: Batch) -> dict[str, Any]:
     """What became of a row that a cancelled or expired batch never read."""
-    status = jobs.Status.CANCELLED if batch.status == "cancelling" else jobs.Status.EXPIRED
+    status = moves.Status.CANCELLED if batch.status == "cancelling" else moves.Status.EXPIRED
     return _line(batch, row.number, row.custom_id, error=_NO_ANSWER[status])
 
 

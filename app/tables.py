@@ -103,7 +103,7 @@ class ApiKey(Base):
 
 
 class Job(Base):
-    """One generation. Its status is written by jobs.move() alone."""
+    """One generation. Its status is written by moves.move() alone."""
 
     __tablename__ = "jobs"
     __table_args__ = (

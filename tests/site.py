@@ -23,7 +23,8 @@ from app.children import spawn
 from app.commands import PROJECT, engine_command, io_command
 from app.db import Database
 from app.dispatch import dispatch
-from app.jobs import TERMINAL, Submission
+from app.jobs import Submission
+from app.moves import TERMINAL
 from app.settings import Settings, environment
 from app.settlements import usage_of
 from app.tenants import Provisioned

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from app.jobs import Claim, Finished
+from app.claims import Claim, Finished
 from app.tiers import Tier
 
 

@@ -19,7 +19,7 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, undefer
 
-from app import batches, db, events, files, jobs, limits
+from app import batches, db, events, files, jobs, limits, moves
 from app.batches import Status
 from app.db import Database
 from app.errors import InvalidRequest, NotFound, QuotaExceeded, Refusal
@@ -214,9 +214,9 @@ class Clerk:
             self.shelf.draft(seen.error_file_id) as errors,
         ):
             for job in self._jobs_in_order(seen):
-                draft = output if job.status == jobs.Status.SUCCEEDED else errors
+                draft = output if job.status == moves.Status.SUCCEEDED else errors
                 draft.write(encoded(line_of_job(job, seen)))
-                has_expired |= job.status == jobs.Status.EXPIRED
+                has_expired |= job.status == moves.Status.EXPIRED
                 num_lines += 1
             for line in self._lines(seen, stream):
                 if not line.is_blank:  # a cancelled or expired batch left it

@@ -17,13 +17,14 @@ from typing import Any
 import redis
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import events, jobs
+from app import claims, events
 from app.broker import Broker
+from app.claims import Claim
 from app.db import Database
 from app.dispatch import Dispatcher
-from app.jobs import Claim, Status
 from app.metrics import MetricsServer
 from app.models import Model
+from app.moves import Status
 from app.settings import Settings
 from app.tiers import POLICIES, Tier
 from engine.loop import EngineStoppedError
@@ -133,8 +134,7 @@ class Claimer:
             self._attempts.expect(numbers)
             try:
                 with self._database.transaction() as session:
-                    claims = jobs.claim(session, owner, numbers)
-                return owner, claims
+                    return owner, claims.claim(session, owner, numbers)
             except SQLAlchemyError as error:
                 self._attempts.expect(())
                 pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
@@ -143,21 +143,21 @@ class Claimer:
                 self._closed.wait(pause_s)
         return None
 
-    def _begin(self, tasks: Sequence[Task], owner: str, claims: Sequence[Claim]) -> None:
+    def _begin(self, tasks: Sequence[Task], owner: str, claimed: Sequence[Claim]) -> None:
         """Start the attempts; acknowledge the messages; drop the jobs that somebody else has."""
-        claimed = {claim.job_id: claim for claim in claims}
+        by_id = {claim.job_id: claim for claim in claimed}
         now = time.monotonic()
         begun = [
-            Attempt(claimed.pop(job_id), owner, task, claimed_at=now)
+            Attempt(by_id.pop(job_id), owner, task, claimed_at=now)
             for task in tasks
             for job_id in task.dispatch_numbers
-            if job_id in claimed
+            if job_id in by_id
         ]
         begun.sort(key=lambda attempt: attempt.task.dispatch_numbers[attempt.claim.job_id])  # the order of dispatch
         self._attempts.add(begun)
         for task in tasks:
             task.on_claimed()
-        events.announce(self._redis, jobs.started_events(claims))
+        events.announce(self._redis, claims.started_events(claimed))
         for attempt in begun:
             self._submit(attempt)
         started = Counter(attempt.task for attempt in begun)

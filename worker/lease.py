@@ -13,7 +13,7 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from app import db, events, jobs
+from app import claims, db, events
 from app.db import Database
 from app.ids import new_id
 from app.tables import NOW, Job, Worker
@@ -83,7 +83,7 @@ class Lease:
         remaining = [attempt.claim.job_id for attempt in self._attempts.all() if attempt.owner == self._owner]
         try:
             with self._database.transaction() as session:
-                handed_back = jobs.hand_back(session, self._owner, remaining)
+                handed_back = claims.hand_back(session, self._owner, remaining)
                 session.execute(delete(Worker).where(Worker.id == self._owner))
         except SQLAlchemyError as error:
             logger.warning("%d jobs were not handed back, the sweep will: %s", len(remaining), error)
@@ -180,7 +180,7 @@ class Lease:
 
     def _hand_back_strays(self, job_ids: set[str]) -> None:
         with self._database.transaction() as session:
-            handed_back = jobs.hand_back(session, self._owner, job_ids)
+            handed_back = claims.hand_back(session, self._owner, job_ids)
         events.announce(self._redis, handed_back)
         self._metrics.strays.inc(len(handed_back))
         logger.warning("handed back %d jobs that were ours and did not run", len(handed_back))

@@ -23,10 +23,11 @@ from dataclasses import dataclass, replace
 import redis
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import events, jobs
+from app import claims, events, moves
+from app.claims import Finished
 from app.db import Database
 from app.events import Delta, Event
-from app.jobs import Finished, Status
+from app.moves import Status
 from app.tiers import Tier
 from engine.request import Engine, Finish, Output
 from worker.attempts import Attempt, Attempts, Outcome
@@ -210,14 +211,14 @@ class ProgressWriter:
         if ending:
             ended_attempts = [attempt for attempt, _ in ending]
             with self._database.transaction() as session:
-                jobs.lock(session, [attempt.claim.job_id for attempt in ended_attempts])
+                moves.lock(session, [attempt.claim.job_id for attempt in ended_attempts])
                 shown = events.append_tokens(session, owner, _deltas_of(ended_attempts))
                 accepted = {event.job_id for event in shown}
                 # An attempt whose last text was refused ends here without its end: the job would lack these tokens.
                 whole = [
                     (attempt, end) for attempt, end in ending if not attempt.text or attempt.claim.job_id in accepted
                 ]
-                ended = jobs.finish(session, owner, [_with_last_tokens(*each) for each in whole])
+                ended = claims.finish(session, owner, [_with_last_tokens(*each) for each in whole])
             events.announce(self._redis, [*shown, *ended])
             self._settle(ended_attempts, shown, ended)
 
@@ -257,7 +258,7 @@ def _ending_of(attempt: Attempt, output: Output) -> Finished:
         error = {"code": ENGINE_ERROR, "message": output.error or "The engine cannot compute this request"}
         return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.FAILED, error=error)
     if output.finish is Finish.EXPIRED:
-        return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.EXPIRED, error=jobs.DEADLINE_EXCEEDED)
+        return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.EXPIRED, error=moves.DEADLINE_EXCEEDED)
     return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.SUCCEEDED, finish_reason=output.finish.value)
 
 

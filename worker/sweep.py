@@ -17,7 +17,7 @@ import redis
 from sqlalchemy import Connection, and_, delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
-from app import events, jobs
+from app import events, recovery
 from app.broker import Broker
 from app.db import Database
 from app.events import Event
@@ -80,9 +80,9 @@ class Sweeper:
         )
         self._look_statement = select(
             exists().where(self._is_silent).label("silent_workers"),
-            exists().where(jobs.IS_ORPHAN).label("orphans"),
-            exists().where(jobs.IS_EXPIRED).label("expired"),
-            exists().where(jobs.is_unclaimed(GRACE_S)).label("unclaimed"),
+            exists().where(recovery.IS_ORPHAN).label("orphans"),
+            exists().where(recovery.IS_EXPIRED).label("expired"),
+            exists().where(recovery.is_unclaimed(GRACE_S)).label("unclaimed"),
             exists().where(_IS_BYGONE).label("bygone_workers"),
         )
 
@@ -102,13 +102,13 @@ class Sweeper:
         requeued = forgotten = 0
         if seen.orphans or seen.silent_workers:
             moved = self._move_all(
-                lambda session: jobs.requeue_orphans(session, max_deaths=self._max_deaths, limit=LIMIT)
+                lambda session: recovery.requeue_orphans(session, max_deaths=self._max_deaths, limit=LIMIT)
             )
             requeued = moved["queued"]
             self._metrics.requeued.inc(requeued)
             self._metrics.poison.inc(moved["failed"])
         if seen.expired:
-            self._metrics.expired.inc(self._move_all(lambda session: jobs.expire(session, limit=LIMIT)).total())
+            self._metrics.expired.inc(self._move_all(lambda session: recovery.expire(session, limit=LIMIT)).total())
         if seen.unclaimed:
             forgotten = self._forget_lost_messages()
         if seen.bygone_workers:
@@ -183,7 +183,7 @@ class Sweeper:
             tier = Tier(tier_name)
             is_empty = self._broker.waiting(model, tier) == 0
             with self._database.autocommit() as session:
-                lost = jobs.forget_lost_messages(session, model, tier, queue_is_empty=is_empty, grace_s=GRACE_S)
+                lost = recovery.forget_lost_messages(session, model, tier, queue_is_empty=is_empty, grace_s=GRACE_S)
             if lost:
                 logger.warning("%d messages of %s jobs for %s were lost; their jobs are sent again", lost, tier, model)
             self._metrics.lost_messages.labels(tier.value).inc(lost)

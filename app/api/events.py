@@ -21,7 +21,7 @@ from app.api.pages import checked_id
 from app.api.services import Services, services
 from app.errors import InvalidRequest
 from app.events import Event
-from app.jobs import Status
+from app.moves import Status
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from app.api.pages import asked_page, checked_id, listing
 from app.api.services import services
 from app.bodies import fingerprint
 from app.errors import InvalidRequest
-from app.jobs import Idempotency, Status
+from app.jobs import Idempotency
+from app.moves import Status
 from app.settlements import usage_of
 from app.tables import Job
 from app.tiers import Plan

@@ -11,13 +11,15 @@ import pytest
 import redis as redis_client
 from sqlalchemy import update
 
-from app import events, jobs, models, tenants
+from app import claims, events, jobs, models, moves, tenants
 from app.children import wait_until
+from app.claims import Claim, Finished
 from app.db import Database
 from app.events import Delta, Event
 from app.ids import new_id
-from app.jobs import Claim, Finished, Status, Submission
+from app.jobs import Submission
 from app.models import Model
+from app.moves import Status
 from app.settings import Settings
 from app.tables import NOW, Job, Worker
 from app.tiers import Plan, Tier
@@ -133,15 +135,15 @@ class HandWorker:
 
     def claim(self, *job_ids: str, number: int = 1) -> list[Claim]:
         with self.db.transaction() as session:
-            claims = jobs.claim(session, self.id, dict.fromkeys(job_ids, number))
-        events.announce(self.redis, jobs.started_events(claims))
-        return claims
+            claimed = claims.claim(session, self.id, dict.fromkeys(job_ids, number))
+        events.announce(self.redis, claims.started_events(claimed))
+        return claimed
 
     def take(self, job_id: str) -> Claim:
         """Claim one job that nobody else wants, as soon as the dispatcher that a submission nudged has let go of it."""
-        claims: list[Claim] = []
-        assert wait_until(lambda: bool(claims.extend(self.claim(job_id)) or claims), 10)
-        return claims[0]
+        claimed: list[Claim] = []
+        assert wait_until(lambda: bool(claimed.extend(self.claim(job_id)) or claimed), 10)
+        return claimed[0]
 
     def write(self, claim: Claim, text: str, number: int) -> list[Event]:
         """One event of as many tokens as text has bytes, to be stored as event number."""
@@ -156,7 +158,7 @@ class HandWorker:
     ) -> list[Event]:
         end = Finished(claim.job_id, claim.attempt, status, finish_reason)
         with self.db.transaction() as session:
-            moved = jobs.finish(session, self.id, [end])
+            moved = claims.finish(session, self.id, [end])
         events.announce(self.redis, moved)
         return moved
 
@@ -165,9 +167,9 @@ class HandWorker:
         delta = Delta(claim.job_id, claim.attempt, number, text, tuple(text.encode()))
         end = Finished(claim.job_id, claim.attempt, status, "stop")
         with self.db.transaction() as session:
-            jobs.lock(session, [claim.job_id])
+            moves.lock(session, [claim.job_id])
             shown = events.append_tokens(session, self.id, [delta])
-            moved = jobs.finish(session, self.id, [end] if shown else [])
+            moved = claims.finish(session, self.id, [end] if shown else [])
         events.announce(self.redis, [*shown, *moved])
         return moved
 

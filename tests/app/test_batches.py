@@ -14,13 +14,13 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from app import batches, files, jobs
+from app import batches, claims, files, moves, recovery
 from app import db as clock
 from app.batches import Status
+from app.claims import Finished
 from app.db import Database
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
 from app.events import Delta, append_tokens
-from app.jobs import Finished
 from app.models import Model
 from app.prompts import Prompts
 from app.rows import Desk
@@ -95,16 +95,16 @@ class Play:
         while self.step(batch_id):
             pass
 
-    def work(self, batch_id: str, limit: int = 10_000, end: jobs.Status = jobs.Status.SUCCEEDED) -> int:
+    def work(self, batch_id: str, limit: int = 10_000, end: moves.Status = moves.Status.SUCCEEDED) -> int:
         """Run up to limit queued jobs of the batch, each to the text 'ok'; return how many there were."""
         with self.db.transaction() as session:
             queued = select(Job.id).where(Job.batch_id == batch_id, Job.status == "queued").limit(limit)
-            claims = jobs.claim(session, self.worker.id, dict.fromkeys(session.scalars(queued), 1))
-            deltas = [Delta(each.job_id, each.attempt, each.last_event + 1, "ok", (1, 2)) for each in claims]
+            claimed = claims.claim(session, self.worker.id, dict.fromkeys(session.scalars(queued), 1))
+            deltas = [Delta(each.job_id, each.attempt, each.last_event + 1, "ok", (1, 2)) for each in claimed]
             append_tokens(session, self.worker.id, deltas)
-            ends = [Finished(each.job_id, each.attempt, end, "stop") for each in claims]
-            jobs.finish(session, self.worker.id, ends)
-        return len(claims)
+            ends = [Finished(each.job_id, each.attempt, end, "stop") for each in claimed]
+            claims.finish(session, self.worker.id, ends)
+        return len(claimed)
 
     def run(self, batch_id: str) -> Batch:
         """Advance and work until the batch has ended."""
@@ -150,7 +150,7 @@ class Play:
         with self.db.transaction() as session:
             session.execute(update(Batch).where(Batch.id == batch_id).values(expires_at=NOW))
             session.execute(update(Job).where(Job.batch_id == batch_id).values(deadline_at=NOW))
-            jobs.expire(session)
+            recovery.expire(session)
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_without_a_success_there_is_no_output_file(play: Play) -> None:
 def test_a_row_that_failed_while_it_ran_is_a_server_error(play: Play) -> None:
     batch_id = play.create([row("a")])
     play.steps(batch_id)
-    play.work(batch_id, end=jobs.Status.FAILED)
+    play.work(batch_id, end=moves.Status.FAILED)
     (line,) = play.errors(play.run(batch_id))
     assert line["response"]["status_code"] == 500
     assert line["response"]["body"]["error"]["type"] == "server_error"

@@ -12,7 +12,7 @@ import pytest
 import redis as redis_client
 from sqlalchemy import select, update
 
-from app import jobs
+from app import claims, recovery
 from app.broker import Broker, BrokerError, queue_name
 from app.children import free_port, wait_until
 from app.db import Database
@@ -80,7 +80,7 @@ def test_the_oldest_goes_first_and_what_was_handed_back_before_it(
     job_ids = [submit(model=name) for _ in range(4)]
     worker.claim(job_ids[2])
     with db.transaction() as session:
-        jobs.hand_back(session, worker.id, [job_ids[2]])
+        claims.hand_back(session, worker.id, [job_ids[2]])
     dispatch(db, broker, name)
     assert sent(redis, name, Tier.PAID) == [job_ids[2], job_ids[0], job_ids[1], job_ids[3]]
 
@@ -160,7 +160,7 @@ def test_a_message_that_could_not_be_sent_is_sent_after_it_was_given_up(
     nowhere.close()
     assert dispatch(db, broker, name) == 0  # it counts as sent
     with db.transaction() as session:
-        assert jobs.forget_lost_messages(session, name, Tier.PAID, queue_is_empty=True, grace_s=0) == 1
+        assert recovery.forget_lost_messages(session, name, Tier.PAID, queue_is_empty=True, grace_s=0) == 1
     assert dispatch(db, broker, name) == 1
     assert job_id
 

@@ -27,13 +27,15 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import text, update
 
-from app import dispatch, jobs, line, tables, usage
+from app import claims, dispatch, jobs, line, recovery, tables, usage
 from app.broker import Broker, queue_name
+from app.claims import Claim, Finished
 from app.db import Database
 from app.errors import Conflict, KeyReused, NotFound, QuotaExceeded
 from app.events import TERMINAL, Event
-from app.jobs import Claim, Finished, Idempotency, Status, Submission
+from app.jobs import Idempotency, Submission
 from app.line import SUSPECT_DEATHS
+from app.moves import Status
 from app.tiers import POLICIES, Tier
 from engine.echo import echo_token
 
@@ -368,10 +370,10 @@ class History(RuleBasedStateMachine):
     def claim(self, worker: Any, message: Message) -> None:
         _, named = message
         with self.db.transaction() as session:
-            claims = jobs.claim(session, worker.id, named)
+            claimed = claims.claim(session, worker.id, named)
         waiting = {job_id for job_id in named if self.is_queued(job_id)}
-        assert {claim.job_id for claim in claims} == (set() if worker.id in self.dead else waiting)
-        for claim in claims:
+        assert {claim.job_id for claim in claimed} == (set() if worker.id in self.dead else waiting)
+        for claim in claimed:
             job = self.jobs[claim.job_id]
             job.attempt += 1
             job.owner = worker.id
@@ -424,7 +426,7 @@ class History(RuleBasedStateMachine):
         else:
             ended = Finished(run.job.id, run.claim.attempt, status, "stop", token_ids=tuple(tokens))
             with self.db.transaction() as session:
-                moved = jobs.finish(session, run.worker.id, [ended])
+                moved = claims.finish(session, run.worker.id, [ended])
         assert [event.kind for event in moved] == ([status.value] if run.is_current else [])
         if moved:
             run.job.kinds += ["tokens"] * (last == "text" and bool(tokens))
@@ -436,7 +438,7 @@ class History(RuleBasedStateMachine):
     def hand_back(self, data: st.DataObject, is_taken_again: bool) -> None:
         run = data.draw(st.sampled_from(self.runs))
         with self.db.transaction() as session:
-            moved = jobs.hand_back(session, run.worker.id, [run.job.id])
+            moved = claims.hand_back(session, run.worker.id, [run.job.id])
         is_owner = run.job.owner == run.worker.id and not run.job.is_removed
         assert [event.kind for event in moved] == (["queued"] if is_owner else [])
         if is_owner:
@@ -462,7 +464,7 @@ class History(RuleBasedStateMachine):
     def requeue_orphans(self) -> None:
         orphans = [job for job in self.present if job.owner in self.dead]
         with self.db.transaction() as session:
-            moved = jobs.requeue_orphans(session, max_deaths=MAX_DEATHS)
+            moved = recovery.requeue_orphans(session, max_deaths=MAX_DEATHS)
         self.blame(orphans)
         expected = {job.id: "failed" if job.deaths >= MAX_DEATHS else "queued" for job in orphans}
         assert {event.job_id: event.kind for event in moved} == expected
@@ -494,7 +496,7 @@ class History(RuleBasedStateMachine):
         with self.db.transaction() as session:
             session.execute(update(tables.Job).where(tables.Job.id == job.id).values(deadline_at=tables.NOW))
         with self.db.transaction() as session:
-            (event,) = jobs.expire(session)
+            (event,) = recovery.expire(session)
         assert (event.job_id, event.kind) == (job.id, "expired")
         self.end(job, "expired")
 
@@ -511,7 +513,7 @@ class History(RuleBasedStateMachine):
             and (is_empty or job.dispatch_number < last_claimed)
         ]
         with self.db.transaction() as session:
-            count = jobs.forget_lost_messages(session, self.model, tier, queue_is_empty=is_empty, grace_s=0)
+            count = recovery.forget_lost_messages(session, self.model, tier, queue_is_empty=is_empty, grace_s=0)
         assert count == len(lost)
         for job in lost:
             job.dispatch_number = None

@@ -11,11 +11,13 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import undefer
 
-from app import events, jobs, tables
+from app import claims, events, jobs, moves, recovery, tables
+from app.claims import Finished
 from app.db import Database
 from app.errors import Conflict, NotFound, QueueFull
 from app.events import Event
-from app.jobs import TERMINAL, TRANSITIONS, Finished, Move, Status, Submission
+from app.jobs import Submission
+from app.moves import TERMINAL, TRANSITIONS, Move, Status
 from app.tables import NOW, Job
 from app.tiers import Tier
 
@@ -52,8 +54,8 @@ def test_only_the_tables_transitions_are_moved(
 
     def move() -> None:
         with db.transaction() as session:
-            jobs.lock(session, [job_id])
-            jobs.move(session, [Move(job_id, owner=worker.id if to is Status.RUNNING else None)], to)
+            moves.lock(session, [job_id])
+            moves.move(session, [Move(job_id, owner=worker.id if to is Status.RUNNING else None)], to)
 
     if to in TRANSITIONS[start]:
         move()
@@ -148,7 +150,7 @@ def test_a_new_attempt_gets_the_tokens_of_the_ones_before(db: Database, submit: 
     first.write(claim, "ab", 3)
     first.write(claim, "c", 4)
     with db.transaction() as session:
-        jobs.hand_back(session, first.id, [job_id])
+        claims.hand_back(session, first.id, [job_id])
     (resumed,) = second.claim(job_id)
     assert resumed.attempt == 2
     assert resumed.resumed_ids == tuple(b"abc")
@@ -167,14 +169,14 @@ def test_a_zombie_writes_and_ends_nothing(db: Database, submit: Any, new_worker:
     zombie.write(old, "ab", 3)
     zombie.die()
     with db.transaction() as session:
-        jobs.requeue_orphans(session, max_deaths=3)
+        recovery.requeue_orphans(session, max_deaths=3)
     assert zombie.write(old, "XX", 4) == []  # while the job waits
     assert zombie.finish(old) == []
     (new,) = heir.claim(job_id)
     assert zombie.write(old, "XX", 6) == []  # and while somebody else runs it
     assert zombie.finish(old) == []
     with db.transaction() as session:
-        assert jobs.hand_back(session, zombie.id, [job_id]) == []
+        assert claims.hand_back(session, zombie.id, [job_id]) == []
     heir.write(new, "cd", 6)
     heir.finish(new)
     assert load(db, job_id).output_text == "abcd"
@@ -185,7 +187,7 @@ def test_the_same_workers_older_attempt_is_fenced_too(db: Database, submit: Any,
     job_id = submit()
     (old,) = worker.claim(job_id)
     with db.transaction() as session:
-        jobs.hand_back(session, worker.id, [job_id])
+        claims.hand_back(session, worker.id, [job_id])
     (new,) = worker.claim(job_id)
     assert worker.write(old, "X", 5) == []
     assert worker.finish(old) == []
@@ -206,7 +208,7 @@ def test_last_tokens_without_text_are_kept_and_charged(db: Database, submit: Any
     worker.write(claim, "ab", 3)
     end = Finished(job_id, claim.attempt, Status.SUCCEEDED, "stop", token_ids=(256,))
     with db.transaction() as session:
-        jobs.finish(session, worker.id, [end])
+        claims.finish(session, worker.id, [end])
     job = load(db, job_id)
     assert (job.output_text, job.completion_tokens) == ("ab", 3)
 
@@ -216,7 +218,7 @@ def test_a_failed_attempt_ends_the_job_with_its_error(db: Database, submit: Any,
     (claim,) = worker.claim(job_id)
     error = {"code": "engine_error", "message": "It broke."}
     with db.transaction() as session:
-        (event,) = jobs.finish(session, worker.id, [Finished(job_id, 1, Status.FAILED, error=error)])
+        (event,) = claims.finish(session, worker.id, [Finished(job_id, 1, Status.FAILED, error=error)])
     assert event.data["error"] == error
     assert load(db, job_id).error == error
     assert claim.attempt == 1
@@ -285,7 +287,7 @@ def test_numbers_have_no_gap_whoever_writes_at_once(db: Database, owner: Any, su
             for number in (claim.last_event + 1, claim.last_event + 2):
                 worker.write(claim, "ab", number)
             with db.transaction() as session:
-                jobs.hand_back(session, worker.id, [job_id])
+                claims.hand_back(session, worker.id, [job_id])
 
     def cancel(job_id: str) -> None:
         while len(log(db, job_id)) < 8:
@@ -318,7 +320,7 @@ def die_with(db: Database, new_worker: Any, job_id: str, *texts: str) -> list[Ev
         worker.write(claim, text, number)
     worker.die()
     with db.transaction() as session:
-        return jobs.requeue_orphans(session, max_deaths=3)
+        return recovery.requeue_orphans(session, max_deaths=3)
 
 
 def test_the_job_of_a_dead_worker_goes_back_to_the_front(db: Database, submit: Any, new_worker: Any) -> None:
@@ -355,7 +357,7 @@ def test_a_job_that_only_waited_in_the_engine_is_not_blamed(db: Database, submit
         worker.claim(job_id, number=number)
     worker.die()
     with db.transaction() as session:
-        jobs.requeue_orphans(session, max_deaths=3)
+        recovery.requeue_orphans(session, max_deaths=3)
     assert [load(db, job_id).deaths for job_id in (paid, early, late, bulk)] == [1, 1, 0, 0]
 
 
@@ -364,7 +366,7 @@ def test_a_hand_back_is_no_death(db: Database, submit: Any, worker: Any) -> None
     for _ in range(5):
         worker.claim(job_id)
         with db.transaction() as session:
-            jobs.hand_back(session, worker.id, [job_id])
+            claims.hand_back(session, worker.id, [job_id])
     job = load(db, job_id)
     assert (job.deaths, job.attempt, job.status) == (0, 5, "queued")
 
@@ -375,7 +377,7 @@ def test_a_deadline_ends_a_job(db: Database, submit: Any, worker: Any, expire_no
     claims = worker.claim(job_id) if running else []
     expire_now(job_id)
     with db.transaction() as session:
-        (event,) = jobs.expire(session)
+        (event,) = recovery.expire(session)
     assert (event.job_id, event.kind, event.data["error"]["code"]) == (job_id, "expired", "deadline_exceeded")
     assert [worker.finish(claim) for claim in claims] in ([], [[]])
     assert load(db, other).status == "queued"
@@ -400,7 +402,7 @@ def test_a_lost_message_is_noticed(
     if claimed is not None:
         worker.claim(submit(model=model), number=claimed)
     with db.transaction() as session:
-        count = jobs.forget_lost_messages(session, model, Tier.PAID, queue_is_empty=queue_is_empty, grace_s=5)
+        count = recovery.forget_lost_messages(session, model, Tier.PAID, queue_is_empty=queue_is_empty, grace_s=5)
     assert count == int(lost)
     assert load(db, job_id).dispatch_number == (None if lost else 7)
 

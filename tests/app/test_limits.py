@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import exists, select, update
 
-from app import dispatch, jobs, limits, settlements
+from app import dispatch, jobs, limits, recovery, settlements
 from app.children import free_port
 from app.db import Database
 from app.errors import QuotaExceeded
@@ -85,7 +85,7 @@ def test_a_resume_keeps_the_reservation(db: Database, submit: Any, new_worker: A
     worker.write(claim, "abc", claim.last_event + 1)
     worker.die()
     with db.transaction() as session:
-        jobs.requeue_orphans(session, max_deaths=5)
+        recovery.requeue_orphans(session, max_deaths=5)
     assert day() == (MOST, 0)
     heir = new_worker()
     heir.finish(heir.take(job_id))

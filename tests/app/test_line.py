@@ -12,9 +12,10 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import select, update
 
-from app import dispatch, jobs, line, settlements
+from app import claims, dispatch, jobs, line, moves, recovery, settlements
 from app.db import Database
-from app.jobs import Status, Submission
+from app.jobs import Submission
+from app.moves import Status
 from app.settlements import GENERATED_COST, PREFILLED_COST
 from app.tables import Job, Tenant, TokenCounter
 from app.tiers import Tier
@@ -178,11 +179,11 @@ def test_a_job_whose_message_was_lost_or_that_was_handed_back_is_charged_once(fr
     (job_id,) = free.submit(tenant)
     assert free.leave(1) == [job_id]
     with free.db.transaction() as session:
-        jobs.forget_lost_messages(session, free.submission.model, Tier.FREE, queue_is_empty=True, grace_s=0)
+        recovery.forget_lost_messages(session, free.submission.model, Tier.FREE, queue_is_empty=True, grace_s=0)
     assert free.leave(1) == [job_id]
     free.worker.claim(job_id)
     with free.db.transaction() as session:
-        jobs.hand_back(session, free.worker.id, [job_id])
+        claims.hand_back(session, free.worker.id, [job_id])
     with free.db.transaction() as session:
         assert len(line.number_handed_back(session, free.submission.model, Tier.FREE, 5)) == 1
     assert free.served(tenant) == COST
@@ -193,11 +194,13 @@ def test_a_job_whose_message_was_lost_or_that_was_handed_back_is_charged_once(fr
 def test_a_lost_message_of_a_job_that_somebody_holds_is_left_for_later(free: Line) -> None:
     def forget() -> int:
         with free.db.transaction() as session:
-            return jobs.forget_lost_messages(session, free.submission.model, Tier.FREE, queue_is_empty=True, grace_s=0)
+            return recovery.forget_lost_messages(
+                session, free.submission.model, Tier.FREE, queue_is_empty=True, grace_s=0
+            )
 
     job_ids = free.leave(len(free.submit(free.tenant(), 2)))
     with free.db.transaction() as holder:
-        jobs.lock(holder, job_ids[:1])
+        moves.lock(holder, job_ids[:1])
         assert forget() == 1
     assert forget() == 1
 
@@ -229,7 +232,7 @@ def test_a_job_that_somebody_holds_is_left_in_line_and_not_charged(free: Line) -
     tenant = free.tenant()
     job_ids = free.submit(tenant, 2)
     with free.db.transaction() as holder:
-        jobs.lock(holder, job_ids[:1])
+        moves.lock(holder, job_ids[:1])
         assert free.leave(2) == job_ids[1:]
         jobs.cancel(holder, tenant, job_ids[0])
     assert free.leave(2) == []

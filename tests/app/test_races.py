@@ -12,10 +12,10 @@ import pytest
 from sqlalchemy import select, text, update
 
 from app import dispatch, events, jobs
+from app.claims import Claim
 from app.db import Database
 from app.errors import Conflict
 from app.events import Delta
-from app.jobs import Claim
 from app.tables import QuotaDay, Tenant
 
 AT_ONCE = 4

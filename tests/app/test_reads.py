@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import exists, select, text
 from sqlalchemy.orm import Session
 
-from app import jobs, retention, shares
+from app import recovery, retention, shares
 from app.db import Database
 from app.tiers import TierTable
 
@@ -55,9 +55,9 @@ def full(db: Database) -> Database:
 @pytest.mark.parametrize(
     "ask",
     [
-        pytest.param(lambda session: session.scalar(select(exists().where(jobs.IS_EXPIRED))), id="is any late?"),
-        pytest.param(lambda session: jobs.expire(session), id="expire"),
-        pytest.param(lambda session: jobs.requeue_orphans(session, max_deaths=5), id="requeue orphans"),
+        pytest.param(lambda session: session.scalar(select(exists().where(recovery.IS_EXPIRED))), id="is any late?"),
+        pytest.param(lambda session: recovery.expire(session), id="expire"),
+        pytest.param(lambda session: recovery.requeue_orphans(session, max_deaths=5), id="requeue orphans"),
         pytest.param(lambda session: retention.remove_bygone(session, TierTable()), id="remove bygone"),
         pytest.param(lambda session: shares.served(session, MODEL, window_s=60), id="shares"),
     ],

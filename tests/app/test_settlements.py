@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, update
 
-from app import dispatch, jobs
+from app import dispatch, jobs, moves, recovery
 from app.db import Database
-from app.jobs import Move, Status
+from app.moves import Move, Status
 from app.settlements import usage_of
 from app.tables import Job, Settlement, UsageDay
 from app.tiers import Tier
@@ -57,11 +57,11 @@ def test_a_job_that_never_ran_is_charged_nothing(
             case Status.CANCELLED:
                 jobs.cancel(session, owner.tenant_id, job_id)
             case Status.FAILED:
-                jobs.move(session, [Move(job_id)], Status.FAILED)
+                moves.move(session, [Move(job_id)], Status.FAILED)
     if status is Status.EXPIRED:
         expire_now(job_id)
         with db.transaction() as session:
-            jobs.expire(session)
+            recovery.expire(session)
     with db.transaction() as session:
         job = jobs.find(session, owner.tenant_id, job_id)
     assert (job.status, usage_of(job)["total_tokens"]) == (status, 0)
@@ -78,7 +78,7 @@ def test_a_prompt_is_charged_once_however_many_attempts_computed_it(
         worker.write(claim, text, claim.last_event + 1)
         worker.die()
         with db.transaction() as session:
-            jobs.requeue_orphans(session, max_deaths=5)
+            recovery.requeue_orphans(session, max_deaths=5)
     worker = new_worker()
     worker.finish(worker.take(job_id))
     assert bill() == {(today(), "paid"): (1, 2, 4)}
@@ -90,7 +90,7 @@ def test_a_dead_attempt_settles_nothing(db: Database, submit: Any, new_worker: A
     stale = zombie.take(job_id)
     zombie.die()
     with db.transaction() as session:
-        jobs.requeue_orphans(session, max_deaths=5)
+        recovery.requeue_orphans(session, max_deaths=5)
     claim = heir.take(job_id)
     assert zombie.finish(stale) == []
     heir.write(claim, "abc", claim.last_event + 1)

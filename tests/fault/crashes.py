@@ -16,11 +16,11 @@ Points = dict[str, Spoiled]
 
 API: Points = {
     # The job is durable, and the client's retry with its key gets this very job. Dispatch finds it without a nudge.
-    "submitted, not announced": Spoiled(BEFORE, "app.api.services:Services.publish?queued", 3),
+    "submitted, not nudged": Spoiled(BEFORE, "app.dispatch:Dispatcher.nudge", 3),
     # Nothing is durable: the retry makes the job.
-    "submit not committed": Spoiled(AFTER, "app.jobs:submit", 3),
+    "submit not committed": Spoiled(AFTER, "app.jobs:submit_all", 3),
     # As the first.
-    "announced, not nudged": Spoiled(AFTER, "app.api.services:Services.publish?queued", 3),
+    "submitted, those that shared the commit not told": Spoiled(AFTER, "app.reception:Reception._write", 3),
     # The cancel holds: the worker's writes are refused, the retry of the cancel gets the same answer.
     "cancelled, not announced": Spoiled(BEFORE, "app.api.services:Services.publish?cancelled"),
     # The job goes on until the retry.
@@ -43,8 +43,8 @@ ENGINE: Points = {
     # The message is nowhere: its queue is empty, or a later one was claimed, and the jobs are sent again.
     "popped, not kept by the broker": Spoiled(BEFORE, "kombu.transport.redis:QoS.append"),
     # The message comes again from the broker's memory; the sweep may be quicker.
-    "popped, not claimed": Spoiled(BEFORE, "app.jobs:claim"),
-    "claim not committed": Spoiled(AFTER, "app.jobs:claim"),
+    "popped, not claimed": Spoiled(BEFORE, "app.claims:claim"),
+    "claim not committed": Spoiled(AFTER, "app.claims:claim"),
     # Ours in Postgres, and we are dead: the lease brings it back. The message that comes again claims nothing.
     "claimed, not acknowledged": Spoiled(BEFORE, "worker.jobs:Claimer._begin"),
     "claimed, not announced": Spoiled(BEFORE, "app.events:announce?running"),
@@ -55,7 +55,7 @@ ENGINE: Points = {
     "tokens committed, not announced": Spoiled(BEFORE, "app.events:announce?tokens", 5),
     "tokens announced, the buffers not emptied": Spoiled(BEFORE, "worker.progress:ProgressWriter._settle", 5),
     # The job still runs in Postgres; the next attempt ends it.
-    "end not committed": Spoiled(AFTER, "app.jobs:finish"),
+    "end not committed": Spoiled(AFTER, "app.claims:finish"),
     # It has ended, once and for ever; followers read the rows.
     "ended, not announced": Spoiled(BEFORE, "app.events:announce?succeeded"),
     "ended, Celery does not know": Spoiled(BEFORE, "worker.pool:EnginePool._on_done"),
@@ -64,9 +64,9 @@ ENGINE: Points = {
 
 IO: Points = {
     # The next leader finds running jobs of a dead worker. The engine worker of the same round is the dead one.
-    "lost messages forgotten, not sent again": Spoiled(AFTER, "app.jobs:forget_lost_messages"),
+    "lost messages forgotten, not sent again": Spoiled(AFTER, "app.recovery:forget_lost_messages"),
     "worker declared dead, its jobs not back in line": Spoiled(AFTER, "worker.sweep:Sweeper._declare_dead"),
-    "requeue not committed": Spoiled(AFTER, "app.jobs:requeue_orphans"),
+    "requeue not committed": Spoiled(AFTER, "app.recovery:requeue_orphans"),
     "requeued, not announced": Spoiled(BEFORE, "app.events:announce?queued"),
     # The settlements stay and are folded by the next one, once.
     "settlements not committed": Spoiled(AFTER, "app.settlements:fold"),
@@ -85,7 +85,7 @@ IO: Points = {
     "end of the batch not committed": Spoiled(AFTER, "app.files:add"),
 }
 
-FAST = {"submitted, not announced", "tokens committed, not announced", "delivery posted, not recorded"}
+FAST = {"submitted, not nudged", "tokens committed, not announced", "delivery posted, not recorded"}
 """One point for each process: as many as the fast tests have time for."""
 
 

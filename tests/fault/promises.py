@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, undefer
 
 from app import tables, usage
-from app.jobs import TERMINAL
+from app.moves import TERMINAL
 from app.settlements import usage_of
 from app.tables import Job
 from engine.echo import echo_token

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from app import jobs, tables
+from app import claims, tables
 from app.db import Database
 from app.ids import new_id
 from app.tiers import Tier
@@ -81,7 +81,7 @@ def claimed(site: Site, attempts: Attempts) -> Attempt:
     with site.db.transaction() as session:
         session.add(tables.Worker(id=owner, model="echo", host="here", pid=0, slots=1))
     with site.db.transaction() as session:
-        (claim,) = jobs.claim(session, owner, {job_id: 1})
+        (claim,) = claims.claim(session, owner, {job_id: 1})
     task = Task(Tier.PAID, {job_id: 1}, on_claimed=lambda: None, on_done=lambda: None)
     attempt = Attempt(claim, owner, task, claimed_at=time.monotonic())
     attempts.add([attempt])

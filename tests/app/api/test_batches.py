@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from app import batches, jobs
+from app import batches, claims
+from app.claims import Finished
 from app.db import Database
-from app.jobs import Finished, Status
 from app.models import Model
+from app.moves import Status
 from app.prompts import Prompts
 from app.rows import Desk
 from app.settings import Settings
@@ -52,8 +53,8 @@ def run(db: Database, settings: Settings, model: Model, worker: Any) -> Callable
     def work(batch_id: str) -> None:
         with db.transaction() as session:
             queued = session.query(Job.id).filter(Job.batch_id == batch_id, Job.status == "queued")
-            claims = jobs.claim(session, worker.id, {job_id: 1 for (job_id,) in queued})
-            jobs.finish(session, worker.id, [Finished(each.job_id, 1, Status.SUCCEEDED, "stop") for each in claims])
+            claimed = claims.claim(session, worker.id, {job_id: 1 for (job_id,) in queued})
+            claims.finish(session, worker.id, [Finished(each.job_id, 1, Status.SUCCEEDED, "stop") for each in claimed])
 
     def until_ended(batch_id: str) -> None:
         while True:
