@@ -74,11 +74,14 @@ def test_killed_workers_lose_nothing_and_do_nothing_twice(
 ) -> None:
     """Two workers, killed in turns, each at a random moment after it began to run something.
 
+    Poison is judged by odds (docs/decisions/who-is-poison.md), and so many kills are against the odds of an innocent
+    job: here it takes more deaths to condemn one, for this is about all other promises.
+
     step_ms  while there are kills: so long that enough jobs are left to the last of them
     """
     rng = random.Random(1)
     tenant = site.new_tenant(f"with {jobs} jobs")
-    io = site.start_io()
+    io = site.start_io(max_deaths=12)
     workers = [site.start_worker(number, echo_step_ms=step_ms) for number in (1, 2)]
     tiers = (Tier.PAID, Tier.FREE, Tier.BULK, Tier.BULK)
     job_ids = [
