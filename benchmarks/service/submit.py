@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 
 from app.cli.demo.service import Service
+from app.tiers import TierTable
 from benchmarks.service.report import Bar, Quantity, over_rounds, percentile
 from benchmarks.service.stack import connect, cpu_ms_per, cpu_s, echo_service, forget_jobs, prompt
 
@@ -25,7 +26,9 @@ BODY = {"prompt": prompt(64), "max_tokens": 16}
 
 def measure(options: argparse.Namespace) -> Mapping[str, Quantity]:
     seconds = 1.0 if options.quick else 4.0
-    with echo_service(slots=1, step_ms=60_000, max_queued_jobs=1_000_000) as running:
+    tiers = TierTable()
+    roomy = tiers.model_copy(update={"paid": tiers.paid.model_copy(update={"max_queued_jobs": 1_000_000})})
+    with echo_service(slots=1, step_ms=60_000, tiers=roomy) as running:
         asyncio.run(_at_own_pace(running, 1.0))  # warm
         return over_rounds(options.rounds, lambda: _round(running, seconds), BARS)
 
