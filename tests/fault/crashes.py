@@ -85,19 +85,9 @@ IO: Points = {
     "end of the batch not committed": Spoiled(AFTER, "app.files:add"),
 }
 
-FAST = {"submitted, not nudged", "tokens committed, not announced", "delivery posted, not recorded"}
-"""One point for each process: as many as the fast tests have time for."""
-
 
 def rounds() -> list[dict[str, tuple[str, Spoiled]]]:
-    """What is armed at once: by process, a point's name and what it does. The first round is the fast one."""
-    first, rest = zip(*(_split(points) for points in (API, ENGINE, IO)), strict=True)
-    rows = [first, *zip_longest(*rest)]
+    """What is armed at once: by process, a point's name and what it does."""
+    rows = zip_longest(API.items(), ENGINE.items(), IO.items())
     members = ("api", "engine1", "io")
     return [{m: point for m, point in zip(members, row, strict=True) if point is not None} for row in rows]
-
-
-def _split(points: Points) -> tuple[tuple[str, Spoiled], list[tuple[str, Spoiled]]]:
-    """The fast one, and the others."""
-    (fast,) = [point for point in points.items() if point[0] in FAST]
-    return fast, [point for point in points.items() if point != fast]

@@ -26,6 +26,7 @@ from tests.fault.crashes import rounds
 from tests.fault.crashing import Spoiled
 from tests.fault.load import Load
 from tests.fault.service import Member, Service
+from tests.site import unfinished
 
 T = TypeVar("T")
 HEAL_S = 60.0
@@ -125,14 +126,9 @@ def named(points: dict[str, tuple[str, Spoiled]]) -> str:
     return " + ".join(name for name, _ in points.values())
 
 
-ROUNDS = [
-    pytest.param(points, id=named(points), marks=pytest.mark.slow if place else ())
-    for place, points in enumerate(rounds())
-]
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("points", ROUNDS)
+@pytest.mark.parametrize("points", rounds(), ids=named)
 def test_a_process_that_dies_between_two_writes_breaks_no_promise(
     stage: Stage, load: Load, points: dict[str, tuple[str, Spoiled]], tmp_path: Path
 ) -> None:
@@ -164,5 +160,5 @@ def test_a_process_that_dies_between_two_writes_breaks_no_promise(
             stage.wait(stopping.done, "clients still wait for answers")
     with service.database.transaction() as session:
         session.execute(text("set local idle_in_transaction_session_timeout = 0"))
-        stage.wait(lambda: promises.unfinished(session) == 0, "jobs, deliveries or settlements never end")
+        stage.wait(lambda: unfinished(session) == 0, "jobs, deliveries or settlements never end")
         assert promises.broken(session, load) == []
