@@ -23,6 +23,7 @@ def api_command(settings: Settings) -> list[str]:
     return [
         *[sys.executable, "-m", "gunicorn", "app.api:create_app()"],
         *["--bind", f"{settings.host}:{settings.port}"],
+        *["--workers", str(settings.api_workers)],
         *["--worker-class", "app.api.server.Worker", "--threads", str(settings.api_threads)],
         *["--worker-connections", str(max(1000, 2 * settings.api_threads))],  # half of them may be idle
         *["--graceful-timeout", str(API_GRACE_S)],

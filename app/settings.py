@@ -75,6 +75,8 @@ class Settings(BaseSettings):
     """Where the API listens."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Where the API listens; 0 takes a free one."""
+    api_workers: int = Field(default=1, ge=1, le=64)
+    """API processes; one answers some hundred requests a second, and shows some thousand events."""
     api_threads: int = Field(default=256, ge=8)
     """Threads of an API process; streams take all but 32 of them, and at least one."""
     metrics_host: str = "127.0.0.1"

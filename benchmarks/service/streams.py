@@ -1,7 +1,7 @@
 """Event streams: 1000 clients, each following a job of its own, of which 250 run at once and show 10 events a second.
 
 The delay is from the event's row (by the database's clock, on the same machine; its commit comes after) to the bytes
-at the client. Every stream is checked for gaps.
+at the client. Every stream is checked for gaps. There are two API processes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Stream:
 
 def measure(options: argparse.Namespace) -> Mapping[str, Quantity]:
     clients = CLIENTS // 10 if options.quick else CLIENTS
-    with echo_service(slots=RUNNING, step_ms=STEP_MS, api_threads=CLIENTS + 64) as running:
+    with echo_service(slots=RUNNING, step_ms=STEP_MS, api_threads=CLIENTS + 64, api_workers=2) as running:
         return over_rounds(options.rounds, lambda: _round(running, clients), BARS)
 
 

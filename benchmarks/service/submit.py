@@ -2,7 +2,8 @@
 
 At its own pace (`jobs_per_s`): every connection sends its next job once it has the answer to the last. At a given rate
 (`p50_ms`, `p99_ms`): jobs are due at even distances, and one that is sent late, because the service is, counts from
-when it was due. The engine worker stands still, so that the cores are for submissions alone.
+when it was due. There are two API processes; the engine worker stands still, so that the cores are for submissions
+alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def measure(options: argparse.Namespace) -> Mapping[str, Quantity]:
     seconds = 1.0 if options.quick else 4.0
     tiers = TierTable()
     roomy = tiers.model_copy(update={"paid": tiers.paid.model_copy(update={"max_queued_jobs": 1_000_000})})
-    with echo_service(slots=1, step_ms=60_000, tiers=roomy) as running:
+    with echo_service(slots=1, step_ms=60_000, tiers=roomy, api_workers=2) as running:
         asyncio.run(_at_own_pace(running, 1.0))  # warm
         return over_rounds(options.rounds, lambda: _round(running, seconds), BARS)
 
