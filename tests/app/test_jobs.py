@@ -278,12 +278,12 @@ def test_numbers_have_no_gap_whoever_writes_at_once(db: Database, owner: Any, su
         """Attempt after attempt, two events each, until the job is gone from the queue."""
         while True:
             worker = new_worker()
-            claims = worker.claim(job_id)
-            if not claims:
+            claimed = worker.claim(job_id)
+            if not claimed:
                 if load(db, job_id).status == "cancelled":
                     return
                 continue
-            (claim,) = claims
+            (claim,) = claimed
             for number in (claim.last_event + 1, claim.last_event + 2):
                 worker.write(claim, "ab", number)
             with db.transaction() as session:

@@ -90,6 +90,13 @@ def attempts_lost(worker: tables.Worker) -> float:
     return sum(each.value for each in samples if each.labels.get("outcome") == "lost" and each.name.endswith("_total"))
 
 
+def taken_from_the_dead(site: Site) -> set[str]:
+    """Jobs that were put back in line because their worker was dead."""
+    back = tables.Event.data["reason"].astext == "its worker was lost"
+    with site.db.transaction() as session:
+        return set(session.scalars(select(tables.Event.job_id).where(tables.Event.kind == "queued", back)))
+
+
 @pytest.mark.timeout(110)
 def test_a_zombie_leaves_no_trace_and_comes_back_as_somebody_else(site: Site) -> None:
     tenant = site.new_tenant("billed", tokens_per_day=1_000_000)
@@ -117,6 +124,8 @@ def test_a_zombie_leaves_no_trace_and_comes_back_as_somebody_else(site: Site) ->
             site.wait_for(lambda: site.worker_of(zombie))
             assert owned_by(site, other) & victims, "it woke while somebody else ran what it had"
             site.wait_until(job_ids, "succeeded")
+        assert victims <= taken_from_the_dead(site)
+        victims = taken_from_the_dead(site)  # also what Postgres gave it after it was stopped: it had asked before
         new = site.worker_of(zombie)
         assert new is not None and new.id != old.id
         assert attempts_lost(new) == len(victims)
