@@ -25,9 +25,14 @@ class Follower:
         """What has come so far, joined."""
         return "".join(event.data["text"] for _, event in list(self._arrivals) if event.kind == "tokens")
 
-    def text_came_after(self, moment: float) -> float | None:
-        """When the first text after a moment of time.monotonic() came."""
-        return next((at for at, event in list(self._arrivals) if event.kind == "tokens" and at > moment), None)
+    def text_of_attempt_came(self, attempt: int) -> float | None:
+        """When the first text of an attempt came, by time.monotonic(); None if there was none."""
+        running = 0
+        for at, event in list(self._arrivals):
+            running = event.data["attempt"] if event.kind == "running" else running
+            if event.kind == "tokens" and running == attempt:
+                return at
+        return None
 
     def finish(self, patience_s: float) -> Job:
         """The job as the API tells it, once its stream has ended. Raises Failed, or what ended the stream early."""

@@ -304,7 +304,7 @@ class Story:
         self._narrator.claim(
             f"Process {', '.join(map(str, pids))} took its place.", bool(pids) and self._service.worker_pid not in pids
         )
-        resumed = [each.follower.text_came_after(killed_at) for each in survivors]
+        resumed = [each.follower.text_of_attempt_came(2) for each in survivors]
         slowest = max(moment for moment in resumed if moment is not None) - killed_at
         self._narrator.claim(f"All four streams went on within {slowest:.1f} s.", slowest < _HEALED_S)
         self._figures["Recovery"] = f"{slowest:.1f} s"
