@@ -151,9 +151,8 @@ class Shares(Collector):
         except SQLAlchemyError as error:
             logger.warning("shares were not counted for a scrape: %s", type(error).__name__)
             return
-        for tier in Tier:
-            own = [each for each in served if each.tier is tier]
-            share.add_metric([tier.value], shares.share(own, served))
+        for tier, own in shares.by_tier(served).items():
+            share.add_metric([tier.value], shares.share(shares.tokens(own), shares.tokens(served)))
             index = shares.fairness_index(own)
             if index is not None:
                 fairness.add_metric([tier.value], index)

@@ -86,10 +86,17 @@ def served(session: Session, model: str, *, window_s: float) -> Sequence[Served]
     ]
 
 
-def share(part: Collection[Served], whole: Collection[Served]) -> float:
-    """Tokens of some as a share of the tokens of all; 0 where there were none."""
-    total = sum(each.tokens for each in whole)
-    return sum(each.tokens for each in part) / total if total else 0.0
+def by_tier(served: Collection[Served]) -> dict[Tier, list[Served]]:
+    return {tier: [each for each in served if each.tier is tier] for tier in Tier}
+
+
+def tokens(served: Collection[Served]) -> int:
+    return sum(each.tokens for each in served)
+
+
+def share(part: int, whole: int) -> float:
+    """Of tokens; 0 where there were none at all."""
+    return part / whole if whole else 0.0
 
 
 def fairness_index(tenants: Collection[Served]) -> float | None:

@@ -29,22 +29,26 @@ def read_shares() -> Response:
     with own.database.autocommit() as session:
         served = shares.served(session, own.model.name, window_s=window_s)
         depths = waiting.depths(session, own.model.name)
+    by_tier = shares.by_tier(served)
+    tokens = {tier: shares.tokens(own) for tier, own in by_tier.items()}
     return jsonify(
         object="shares",
         model=own.model.name,
         window_s=window_s,
-        tiers={depth.tier.value: _tier(depth, served) for depth in depths},
-        tenants=[_tenant(each, served) for each in served],
+        tiers={
+            depth.tier.value: _tier(depth, by_tier[depth.tier], tokens[depth.tier], sum(tokens.values()))
+            for depth in depths
+        },
+        tenants=[_tenant(each, tokens[each.tier]) for each in served],
     )
 
 
-def _tier(depth: Depth, served: Sequence[Served]) -> dict[str, Any]:
-    own = [each for each in served if each.tier is depth.tier]
-    index = shares.fairness_index(own)
+def _tier(depth: Depth, served: Sequence[Served], tokens: int, tokens_of_all: int) -> dict[str, Any]:
+    index = shares.fairness_index(served)
     return {
-        "share": round(shares.share(own, served), 4),
+        "share": round(shares.share(tokens, tokens_of_all), 4),
         "floor": services().settings.tiers[depth.tier].floor,
-        "tokens": sum(each.tokens for each in own),
+        "tokens": tokens,
         "fairness_index": None if index is None else round(index, 4),
         "queued": depth.queued,
         "running": depth.running,
@@ -52,13 +56,12 @@ def _tier(depth: Depth, served: Sequence[Served]) -> dict[str, Any]:
     }
 
 
-def _tenant(each: Served, served: Sequence[Served]) -> dict[str, Any]:
-    of_tier = [other for other in served if other.tier is each.tier]
+def _tenant(each: Served, tokens_of_tier: int) -> dict[str, Any]:
     return {
         "name": each.name,
         "tier": each.tier.value,
         "weight": each.weight,
-        "share_of_tier": round(shares.share([each], of_tier), 4),
+        "share_of_tier": round(shares.share(each.tokens, tokens_of_tier), 4),
         "prompt_tokens": each.prefilled,
         "completion_tokens": each.generated,
         "is_waiting": each.is_waiting,
