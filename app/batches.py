@@ -170,14 +170,14 @@ def _lock(session: Session, batch: Batch) -> Batch:
 
 def count(session: Session, batches: Collection[Batch]) -> dict[str, Counts]:
     """The rows of each batch, by its id. Rows that an ended batch never read count as failed."""
-    counted = {batch.id: _kept_counts(batch) for batch in batches if batch.completed_rows is not None}
-    return counted | _count_jobs(session, [batch for batch in batches if batch.id not in counted])
-
-
-def _kept_counts(batch: Batch) -> Counts:
-    """Of a batch that has ended."""
-    total, completed = batch.total_rows or 0, batch.completed_rows or 0
-    return Counts(total, completed, total - completed, batch.prompt_tokens or 0, batch.completion_tokens or 0)
+    kept = {
+        batch.id: _counts(
+            batch, batch.completed_rows, batch.total_rows or 0, batch.prompt_tokens or 0, batch.completion_tokens or 0
+        )
+        for batch in batches
+        if batch.completed_rows is not None
+    }
+    return kept | _count_jobs(session, [batch for batch in batches if batch.id not in kept])
 
 
 def _count_jobs(session: Session, batches: Collection[Batch]) -> dict[str, Counts]:

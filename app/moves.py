@@ -204,6 +204,7 @@ _LOCKED = [getattr(Job, field.name) for field in fields(Locked)]
 def lock_where(
     session: Session, *conditions: ColumnElement[bool], skip_locked: bool = False, limit: int | None = None
 ) -> list[Locked]:
+    """Lock the jobs, up to limit, for which all conditions hold; with skip_locked without those that others hold."""
     rows = session.execute(
         select(*_LOCKED).where(*conditions).order_by(Job.id).limit(limit).with_for_update(skip_locked=skip_locked)
     )

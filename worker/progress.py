@@ -246,9 +246,8 @@ class ProgressWriter:
 
     def _forget(self, attempt: Attempt, outcome: Outcome) -> None:
         self._unwritten.pop(attempt.request_id, None)
-        if self._attempts.end(
-            attempt, outcome
-        ):  # not twice, when its last write was refused and the lease drops it too
+        # Not counted twice, when its last write was refused and the lease drops it too.
+        if self._attempts.end(attempt, outcome):
             self._metrics.count_end(attempt.claim.tier, outcome)
 
 

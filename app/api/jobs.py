@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-from flask import Blueprint, Response, jsonify, request
+from flask import Blueprint, Response, jsonify, request, url_for
 
 from app import jobs, submissions, waiting
 from app.api.auth import authenticate, tenant
@@ -55,7 +55,7 @@ def submit() -> Response:
             jobs.add_progress(session, [submitted.job])
     answer = jsonify(job_object(submitted.job))
     answer.status_code = 202
-    answer.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
+    answer.headers["Location"] = url_for("jobs.read", job_id=submitted.job.id)
     if not submitted.is_new:
         answer.headers["Idempotent-Replayed"] = "true"
     return answer
