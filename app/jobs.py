@@ -69,33 +69,14 @@ class Submitted:
     is_new: bool
 
 
-def submit(
-    session: Session,
-    tenant_id: str,
-    submission: Submission,
-    *,
-    max_queued: int,
-    idempotency: Idempotency | None = None,
-) -> tuple[Job, bool]:
-    """Write a job in state queued. Returns it, and whether it is new.
+def submit(session: Session, tenant_id: str, orders: Sequence[Order], *, max_queued: int) -> list[Submitted | Refusal]:
+    """Write jobs of a tenant, in state queued: what became of each, in their order.
 
-    Its first event is not to be announced: nobody follows a job before he knows its id, and then he reads the rows.
-    The same Idempotency-Key with the same body returns the job that it made. Raises KeyReused for another body,
-    Conflict when that job was deleted since, QueueFull when the tenant has max_queued jobs of the tier in line,
-    QuotaExceeded when its tokens of today do not suffice for the most that the job may use.
-    """
-    (outcome,) = submit_all(session, tenant_id, [Order(submission, idempotency)], max_queued=max_queued)
-    if isinstance(outcome, Refusal):
-        raise outcome
-    return outcome.job, outcome.is_new
-
-
-def submit_all(
-    session: Session, tenant_id: str, orders: Sequence[Order], *, max_queued: int
-) -> list[Submitted | Refusal]:
-    """Write jobs of a tenant, each as submit does: what became of each, in their order.
-
-    They are of one tier, and their keys are distinct.
+    They are of one tier, and their keys are distinct. Their first events are not to be announced: nobody follows a job
+    before he knows its id, and then he reads the rows. The same Idempotency-Key with the same body gives the job that
+    it made. A refusal is one order's alone: KeyReused for another body, Conflict when that job was deleted since,
+    QueueFull when the tenant has max_queued jobs of the tier in line, QuotaExceeded when its tokens of today do not
+    suffice for the most that the job may use.
     """
     (tier,) = {order.submission.tier for order in orders}
     by_id = {new_id("job"): order for order in orders}

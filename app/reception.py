@@ -48,7 +48,7 @@ class Reception:
         """Those that gather; a line is here while somebody writes for it."""
 
     def submit(self, tenant_id: str, submission: Submission, idempotency: Idempotency | None = None) -> Submitted:
-        """Write a job and return once it is durable. Raises what jobs.submit does."""
+        """Write a job and return once it is durable. Raises what jobs.submit refuses."""
         line = (tenant_id, submission.tier)
         guest = _Guest(Order(submission, idempotency))
         with self._lock:
@@ -113,7 +113,7 @@ class Reception:
         tenant_id, tier = line
         try:
             with self._database.transaction() as session:
-                return jobs.submit_all(session, tenant_id, orders, max_queued=self._tiers[tier].max_queued_jobs)
+                return jobs.submit(session, tenant_id, orders, max_queued=self._tiers[tier].max_queued_jobs)
         except (OperationalError, InterfaceError, InternalError):
             raise  # the database is away: it would take none of them
         except DBAPIError as error:

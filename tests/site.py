@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from app.tenants import Provisioned
 from app.tiers import Plan, Tier
 from app.vault import Vault
 from engine.echo import echo_token, write_model
+from tests import submitting
 
 
 def unfinished(session: Session) -> int:
@@ -88,7 +90,7 @@ class Site:
         """Write jobs, each with a seed of its own, without dispatching them; their ids."""
         with self.db.transaction() as session:
             submitted = [
-                jobs.submit(
+                submitting.submit(
                     session,
                     tenant_id or self.tenant_id,
                     Submission(
@@ -258,24 +260,25 @@ class Site:
         self.db.close()
 
 
+def echo_site(home: Path, database_url: str, redis_url: str, **settings: Any) -> Site:
+    """A site with short leases and a fast echo engine of 16 slots."""
+    write_model(home / "models" / "echo")
+    usual = {
+        "model": "echo",
+        "max_num_seqs": 16,
+        "echo_step_ms": 2.0,
+        "lease_s": 1.5,
+        "heartbeat_s": 0.2,
+        "sweep_interval_s": 0.2,
+        "drain_s": 1.0,
+    }
+    return Site(Settings(home=home, database_url=database_url, redis_url=redis_url, **usual | settings))
+
+
 @pytest.fixture(scope="module")
 def site(database: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """For one test module: an empty broker and database, short leases, a fast echo engine with 16 slots."""
-    home = tmp_path_factory.mktemp("site")
-    write_model(home / "models" / "echo")
-    settings = Settings(
-        home=home,
-        database_url=database,
-        redis_url=redis_url,
-        model="echo",
-        max_num_seqs=16,
-        echo_step_ms=2.0,
-        lease_s=1.5,
-        heartbeat_s=0.2,
-        sweep_interval_s=0.2,
-        drain_s=1.0,
-    )
-    site = Site(settings)
+    """For one test module: an echo site on an empty broker and database."""
+    site = echo_site(tmp_path_factory.mktemp("site"), database, redis_url)
     site.redis.flushall()
     yield site
     site.close()

@@ -11,7 +11,7 @@ import pytest
 import redis as redis_client
 from sqlalchemy import update
 
-from app import claims, events, jobs, models, moves, tenants
+from app import claims, events, models, moves, tenants
 from app.children import wait_until
 from app.claims import Claim, Finished
 from app.db import Database
@@ -25,6 +25,7 @@ from app.tables import NOW, Job, Worker
 from app.tiers import Plan, Tier
 from app.vault import Vault
 from engine.echo import write_model
+from tests import submitting
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +114,7 @@ def submit(db: Database, owner: Owner, submission: Submission) -> Callable[..., 
     def write(**changes: object) -> str:
         with db.transaction() as session:
             changed = dataclasses.replace(submission, **changes)  # type: ignore[arg-type]
-            job, _ = jobs.submit(session, owner.tenant_id, changed, max_queued=1000)
+            job, _ = submitting.submit(session, owner.tenant_id, changed, max_queued=1000)
             return job.id
 
     return write

@@ -38,6 +38,7 @@ from app.line import SUSPECT_DEATHS
 from app.moves import Status
 from app.tiers import POLICIES, Tier
 from engine.echo import echo_token
+from tests import submitting
 
 PROMPT_IDS = (104, 105)
 SLOTS = 3
@@ -223,7 +224,7 @@ class History(RuleBasedStateMachine):
         def send() -> tuple[str, bool]:
             idempotency = None if key is None else Idempotency(key, body)
             with self.db.transaction() as session:
-                job, is_new = jobs.submit(
+                job, is_new = submitting.submit(
                     session, self.tenants[tenant], wanted, max_queued=1000, idempotency=idempotency
                 )
                 return job.id, is_new

@@ -20,6 +20,7 @@ from app.jobs import Submission
 from app.moves import TERMINAL, TRANSITIONS, Move, Status
 from app.tables import NOW, Job
 from app.tiers import Tier
+from tests import submitting
 
 
 def log(db: Database, job_id: str) -> list[Event]:
@@ -104,12 +105,12 @@ def test_a_jobs_life_is_told_by_its_events(db: Database, submit: Any, worker: An
 def test_a_full_queue_refuses_until_one_job_ends(db: Database, owner: Any, submit: Any, submission: Submission) -> None:
     first = submit()
     with db.transaction() as session:
-        jobs.submit(session, owner.tenant_id, submission, max_queued=2)
+        submitting.submit(session, owner.tenant_id, submission, max_queued=2)
     with pytest.raises(QueueFull), db.transaction() as session:
-        jobs.submit(session, owner.tenant_id, submission, max_queued=2)
+        submitting.submit(session, owner.tenant_id, submission, max_queued=2)
     with db.transaction() as session:
         jobs.cancel(session, owner.tenant_id, first)
-        jobs.submit(session, owner.tenant_id, submission, max_queued=2)
+        submitting.submit(session, owner.tenant_id, submission, max_queued=2)
 
 
 # ---- claim

@@ -18,6 +18,7 @@ from app.errors import QuotaExceeded
 from app.jobs import Idempotency, Submission
 from app.limits import Rates
 from app.tables import QuotaDay, Settlement, Tenant
+from tests import submitting
 
 MOST = 10
 """Tokens that a job of the test may use: a prompt of two and eight generated."""
@@ -114,7 +115,7 @@ def test_a_repeated_submission_reserves_once(
     key = Idempotency("again", b"body")
     for _ in range(3):
         with db.transaction() as session:
-            jobs.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
+            submitting.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
     assert day() == (MOST, 0)
 
 

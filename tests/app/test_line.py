@@ -18,8 +18,9 @@ from app.jobs import Submission
 from app.moves import Status
 from app.settlements import GENERATED_COST, PREFILLED_COST
 from app.tables import Job, Tenant, TokenCounter
-from app.tiers import Tier
-from engine.policies import fair
+from app.tiers import POLICIES, Tier, TierTable
+from engine.policies import fair, tiered
+from tests import submitting
 
 PROMPT_TOKENS = 2
 MAX_TOKENS = 8
@@ -51,7 +52,7 @@ class Line:
     def submit(self, tenant_id: str, count: int = 1, *, max_tokens: int = MAX_TOKENS) -> list[str]:
         wanted = dataclasses.replace(self.submission, sampling={**self.submission.sampling, "max_tokens": max_tokens})
         with self.db.transaction() as session:
-            return [jobs.submit(session, tenant_id, wanted, max_queued=10_000)[0].id for _ in range(count)]
+            return [submitting.submit(session, tenant_id, wanted, max_queued=10_000)[0].id for _ in range(count)]
 
     def leave(self, count: int) -> list[str]:
         """The next count jobs, taken from the line."""
@@ -241,5 +242,7 @@ def test_a_job_that_somebody_holds_is_left_in_line_and_not_charged(free: Line) -
         assert jobs.find(session, tenant, job_ids[0]).status == Status.CANCELLED
 
 
-def test_the_engine_counts_alike() -> None:
+def test_the_engine_counts_alike_and_has_the_same_floors() -> None:
     assert (PREFILLED_COST, GENERATED_COST) == (fair.PREFILLED_COST, fair.GENERATED_COST)
+    floors = {POLICIES[tier].rank: TierTable()[tier].floor for tier in Tier}
+    assert {rank: floor for rank, floor in floors.items() if floor} == tiered.FLOORS

@@ -18,6 +18,7 @@ from app.jobs import Idempotency, Submission
 from app.retention import remove_bygone
 from app.tables import NOW, Batch, Delivery, Event, IdempotencyRecord, Job
 from app.tiers import Tier, TierTable
+from tests import submitting
 
 TABLE = TierTable()
 
@@ -51,7 +52,7 @@ def test_a_job_goes_with_its_events_key_and_webhook_log_and_stays_charged(
 ) -> None:
     key = Idempotency("key", b"fingerprint")
     with db.transaction() as session:
-        job, _ = jobs.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
+        job, _ = submitting.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
         job_id = job.id
     worker.run(job_id, "ab", "c")
     with db.transaction() as session:
@@ -69,7 +70,7 @@ def test_a_job_goes_with_its_events_key_and_webhook_log_and_stays_charged(
         today = session.execute(text("select (clock_timestamp() at time zone 'utc')::date")).scalar_one()
         (day,) = usage.usage(session, owner.tenant_id, today - timedelta(days=1), today)
         assert (day.jobs, day.completion_tokens) == (1, 3)
-        again, is_new = jobs.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
+        again, is_new = submitting.submit(session, owner.tenant_id, submission, max_queued=10, idempotency=key)
         assert is_new and again.id != job_id
 
 

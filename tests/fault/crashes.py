@@ -18,7 +18,7 @@ API: Points = {
     # The job is durable, and the client's retry with its key gets this very job. Dispatch finds it without a nudge.
     "submitted, not nudged": Spoiled(BEFORE, "app.dispatch:Dispatcher.nudge", 3),
     # Nothing is durable: the retry makes the job.
-    "submit not committed": Spoiled(AFTER, "app.jobs:submit_all", 3),
+    "submit not committed": Spoiled(AFTER, "app.jobs:submit", 3),
     # As the first.
     "submitted, those that shared the commit not told": Spoiled(AFTER, "app.reception:Reception._write", 3),
     # The cancel holds: the worker's writes are refused, the retry of the cancel gets the same answer.

@@ -21,9 +21,8 @@ from app.commands import engine_command, io_command
 from app.db import migrate
 from app.embedded import Servers
 from app.settings import Settings
-from engine.echo import write_model
 from tests.fault.crashing import Spoiled
-from tests.site import Site
+from tests.site import Site, echo_site
 from worker.consumer import LEAVE_S, READY_S
 from worker.vital import BROKEN
 
@@ -43,23 +42,7 @@ def servers(make_home: Callable[[], Path]) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def own(servers: Servers, make_home: Callable[[], Path]) -> Iterator[Site]:
-    home = make_home()
-    write_model(home / "models" / "echo")
-    site = Site(
-        Settings(
-            home=home,
-            database_url=servers.database_url,
-            redis_url=servers.redis_url,
-            model="echo",
-            max_num_seqs=16,
-            echo_step_ms=2.0,
-            lease_s=1.5,
-            heartbeat_s=0.2,
-            sweep_interval_s=0.2,
-            dispatch_interval_s=0.2,
-            drain_s=1.0,
-        )
-    )
+    site = echo_site(make_home(), servers.database_url, servers.redis_url, dispatch_interval_s=0.2)
     yield site
     site.close()
 

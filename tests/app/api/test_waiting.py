@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, update
 
-from app import dispatch, jobs
+from app import dispatch
 from app.broker import Broker
 from app.db import Database
 from app.tables import NOW, Job, Worker
 from app.tiers import POLICIES, Plan, Tier
+from tests import submitting
 
 WINDOW = POLICIES[Tier.FREE].lookahead
 """Free jobs at the broker while no slot is free."""
@@ -39,7 +40,7 @@ def submit_free(db: Database, submission: Any) -> Callable[..., list[str]]:
     def write(owner: Any, count: int) -> list[str]:
         with db.transaction() as session:
             wanted = dataclasses.replace(submission, tier=Tier.FREE)
-            return [jobs.submit(session, owner.tenant_id, wanted, max_queued=1000)[0].id for _ in range(count)]
+            return [submitting.submit(session, owner.tenant_id, wanted, max_queued=1000)[0].id for _ in range(count)]
 
     return write
 
