@@ -19,6 +19,10 @@ from engine.policies import Policy
 from engine.running import RunningBatch
 from engine.sequence import Sequence
 
+_GROWTH = 8
+"""Whoever was preempted often is preempted again once it has gained one token for so many that it had: how often that
+happens grows with the logarithm of its length, and all that is computed again for it with its length."""
+
 
 class Admission:
     """Looks at the batch and never changes it."""
@@ -71,7 +75,7 @@ class Admission:
         found: list[Sequence] = table.sequences[rows[is_past]].tolist()
         if limits.preemption is Preemption.DISCARD:
             found = [other for other in found if not other.has_shown]
-        return [other for other in found if other.num_preemptions < limits.max_preemptions]
+        return [other for other in found if other.num_preemptions < limits.max_preemptions or _has_grown(other)]
 
     def _has_room(self, newcomer: Sequence, match: Match, *, without: Items[Sequence]) -> bool:
         """Whether slot, blocks and memory are there.
@@ -115,3 +119,8 @@ class Admission:
         if expected is None or expected <= sequence.num_generated:
             expected = self._lengths.expected(request.kind, at_least=sequence.num_generated, at_most=most)
         return len(request.prompt_ids) + max(min(expected, most), sequence.num_generated + 1)
+
+
+def _has_grown(sequence: Sequence) -> bool:
+    """Whether it has gained, since it joined, what makes another preemption worth its price."""
+    return sequence.num_tokens - sequence.num_joined > sequence.num_joined // _GROWTH

@@ -55,7 +55,7 @@ class Limits:
     quantum_steps: int = 8
     """A sequence that joined so few steps ago is not preempted for a higher tier."""
     max_preemptions: int = 4
-    """A request that was preempted so often for higher tiers keeps its slot."""
+    """A request that was preempted so often for higher tiers keeps its slot until it has grown by an eighth."""
     max_waiting: int | None = None
     """Requests that may wait; None: any number."""
     max_waiting_tokens: int | None = None

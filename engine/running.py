@@ -129,6 +129,7 @@ class RunningBatch:
         self.table.joined_steps[slot] = step
         self.memory.join(sequence, match, expected_blocks=self._room_behind(sequence))
         sequence.state = State.PREFILLING
+        sequence.num_joined = sequence.num_tokens
         self.prefilling.append(sequence)
         self._count(sequence, 1)
 

@@ -60,6 +60,8 @@ class Sequence:
     """Tokens of the prompt that the policy was told of, or that earlier attempts computed."""
     left_step: int = 0
     """The step in which it last lost its slot."""
+    num_joined: int = 0
+    """Tokens that it had when it last joined."""
     num_preemptions: int = 0
     """How often a higher tier took its slot."""
 

@@ -14,6 +14,9 @@ FLOORS = {1: 0.10, 2: 0.05}
 and keeps slots."""
 HEADROOM = 1.5
 """A tier is helped from so many times its floor on: help takes a while, and must come before the floor is reached."""
+KEPT = 2.0
+"""Below so many times its floor a tier gives up no slot: what it had leaves the window as fast as it came, and a slot
+that is given up at the brink comes back too late."""
 WINDOW_S = 10.0
 AGEING_S = 60.0
 """A queue counts as of one tier higher each time that it has waited so long for anyone of it to join."""
@@ -44,7 +47,7 @@ class Tiered(Fair):
     def turn(self, queue: Hashable, *, waited_s: float) -> tuple[float, ...]:
         assert isinstance(queue, tuple)
         rank: int = queue[0]
-        return self._reached(rank), rank - waited_s // AGEING_S, self._served[queue]
+        return self._reached(rank, HEADROOM), rank - waited_s // AGEING_S, self._served[queue]
 
     def _served_elsewhere(self, request: Request) -> float:
         return request.counter
@@ -58,15 +61,12 @@ class Tiered(Fair):
             self._count(rank, -tokens)
 
     def may_yield(self, rank: int) -> bool:
-        return not self._is_below_floor(rank)
+        return self._reached(rank, KEPT) >= 1.0
 
-    def _reached(self, rank: int) -> float:
-        """How much of its floor, headroom included, a tier has had; 1 at most. Of two below, the needier goes first."""
-        wanted = HEADROOM * self._floors.get(rank, 0.0) * self._total
+    def _reached(self, rank: int, times: float) -> float:
+        """How much of so many times its floor a tier has had; 1 at most. Of two below, the needier goes first."""
+        wanted = times * self._floors.get(rank, 0.0) * self._total
         return min(1.0, self._tokens[rank] / wanted) if wanted else 1.0
-
-    def _is_below_floor(self, rank: int) -> bool:
-        return self._reached(rank) < 1.0
 
     def _count(self, rank: int, tokens: int) -> None:
         self._tokens[rank] += tokens

@@ -625,6 +625,20 @@ def test_within_its_quantum_nobody_is_preempted() -> None:
     assert [bench.step()[0][0] for _ in range(3)] == ["bulk", "bulk", "paid"]
 
 
+def test_who_was_preempted_often_keeps_its_slot_until_it_has_grown_by_an_eighth() -> None:
+    bench = Bench(slots=1, budget=64, max_preemptions=2)
+    bench.add("bulk", prompt=24, rank=2, max_tokens=20)
+    lengths = []
+    for number in range(1, 6):
+        assert bench.step()[0][0] == "bulk"  # it is back
+        bench.add("paid" * number, prompt=2, rank=0, max_tokens=1)
+        while "paid" * number not in bench.ends:
+            bench.step()
+        lengths.append(24 + len(bench.tokens["bulk"]))
+    assert lengths == [25, 26, 30, 34, 39]
+    bench.run()
+
+
 def test_a_tenant_holds_no_more_slots_than_its_cap() -> None:
     bench = Bench(slots=4, max_tenant_seqs={0: 2})
     for name in ("a1", "a2", "a3"):

@@ -17,11 +17,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import redis
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
@@ -112,7 +113,12 @@ def killed_redis(service: Service, rng: random.Random) -> Iterator[None]:
 
 @contextmanager
 def emptied_redis(service: Service, rng: random.Random) -> Iterator[None]:
-    service.redis.flushall()
+    def is_emptied() -> bool:
+        with suppress(redis.ConnectionError):  # killed by the other fault of the round: once it is back
+            return bool(service.redis.flushall())
+        return False
+
+    _wait(service, is_emptied, HEAL_S)
     yield
 
 
