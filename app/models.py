@@ -18,8 +18,8 @@ from app.settings import Settings
 BUILT_IN = ("smollm2-135m-instruct", "echo")
 """Models that `python -m engine.models.prepare` makes; they lie in the home."""
 
-SUPPORTED_TYPES = ("llama", "echo")
-"""config.json's model_type."""
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions")
+"""What config.json calls the number of positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,9 @@ def describe(settings: Settings) -> Model:
     """The model of the settings. Raises SetupError, with the model's name, when it cannot be served."""
     directory = directory_of(settings)
     config = _config(settings.model, directory)
-    model_type = config.get("model_type")
-    if model_type not in SUPPORTED_TYPES:
-        raise SetupError(
-            f"EVERBATCH_MODEL: '{settings.model}' is of type '{model_type}', which is not supported yet;"
-            " supported is the Llama architecture"
-        )
     if "auto_map" in config:
         raise SetupError(f"EVERBATCH_MODEL: '{settings.model}' asks for code of its own (auto_map), which is never run")
-    if model_type != "echo" and not list(directory.glob("*.safetensors")):
+    if config.get("model_type") != "echo" and not list(directory.glob("*.safetensors")):
         raise SetupError(f"EVERBATCH_MODEL: '{settings.model}' has no *.safetensors; other formats are not read")
     if not (directory / "tokenizer.json").is_file():
         raise SetupError(f"EVERBATCH_MODEL: '{settings.model}' has no tokenizer.json")
@@ -61,7 +55,7 @@ def describe(settings: Settings) -> Model:
         name=_name(directory),
         revision=_revision(directory),
         directory=directory,
-        context_length=int(config["max_position_embeddings"]),
+        context_length=_context_length(config),
         vocab_size=int(config["vocab_size"]),
     )
 
@@ -75,10 +69,23 @@ def _config(model: str, directory: Path) -> dict[str, Any]:
         raise SetupError(f"EVERBATCH_MODEL: the config.json of '{model}' is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise SetupError(f"EVERBATCH_MODEL: the config.json of '{model}' is not a JSON object")
-    missing = [key for key in ("max_position_embeddings", "vocab_size") if not isinstance(config.get(key), int)]
-    if missing and config.get("model_type") in SUPPORTED_TYPES:
+    has_context = any(isinstance(config.get(key), int) for key in _CONTEXT_KEYS)
+    missing = [] if has_context else [_CONTEXT_KEYS[0]]
+    missing += [] if isinstance(config.get("vocab_size"), int) else ["vocab_size"]
+    if missing:
         raise SetupError(f"EVERBATCH_MODEL: the config.json of '{model}' lacks {', '.join(missing)}")
     return config
+
+
+def _context_length(config: dict[str, Any]) -> int:
+    """As the engine has it: frequencies of kind "longrope" are those of the original context only."""
+    length = next(int(config[key]) for key in _CONTEXT_KEYS if isinstance(config.get(key), int))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return length
+    return min(
+        length, rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or length
+    )
 
 
 def _name(directory: Path) -> str:

@@ -23,9 +23,11 @@ from engine.builder import build
 from engine.config import EngineConfig
 from engine.echo import write_model
 from engine.models.fused import FusedDecoder
-from engine.models.spec import read_spec
+from engine.models.spec import LayerSpec, ModelSpec, Rope
+from engine.models.verdict import Verdict, remember
 from engine.models.weights import Checkpoint
 from engine.request import Output, Request, Sampling
+from engine.shape import Scoring, Shape
 from engine.step import Chunk, pack
 from kernels import attention, reference
 
@@ -73,18 +75,57 @@ def check_kernel(device: torch.device) -> int:
             query = torch.randn(len(lengths), heads, dim).to(dtype)
             inputs = [query, keys, values, tables, torch.tensor(lengths, dtype=torch.int32)]
             inputs = [tensor.to(device) for tensor in inputs]
-            out, truth = (torch.full_like(inputs[0], torch.nan) for _ in range(2))
-            attention.paged_decode(*inputs, scale=dim**-0.5, out=out)
-            reference.paged_decode(*inputs, scale=dim**-0.5, out=truth)
-            torch.testing.assert_close(out, truth, atol=tolerance, rtol=tolerance)
-            cases += 1
+            sinks = torch.linspace(-2, 2, heads, device=device).to(dtype)
+            for options in ({}, {"window": 100, "soft_cap": 5.0, "sinks": sinks}):
+                out, truth = (torch.full_like(inputs[0], torch.nan) for _ in range(2))
+                attention.paged_decode(*inputs, scale=dim**-0.5, out=out, **options)
+                reference.paged_decode(*inputs, scale=dim**-0.5, out=truth, **options)
+                torch.testing.assert_close(out, truth, atol=tolerance, rtol=tolerance)
+                cases += 1
     return cases
+
+
+def llama_spec() -> ModelSpec:
+    """What CONFIG describes. Written down, because transformers, which would tell it, need not be on this machine."""
+    dim = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
+    shape = Shape(
+        vocab_size=CONFIG["vocab_size"],
+        hidden_size=CONFIG["hidden_size"],
+        intermediate_size=CONFIG["intermediate_size"],
+        layers=CONFIG["num_hidden_layers"],
+        heads=CONFIG["num_attention_heads"],
+        kv_heads=CONFIG["num_key_value_heads"],
+        head_dim=dim,
+        context_length=CONFIG["max_position_embeddings"],
+    )
+    frequencies = CONFIG["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return ModelSpec(
+        shape=shape,
+        layers=(LayerSpec(Scoring(dim**-0.5), rope=0),) * shape.layers,
+        ropes=(Rope(tuple(frequencies.tolist())),),
+        norms="pre",
+        norm_eps=CONFIG["rms_norm_eps"],
+        norm_offset=0.0,
+        head_norm=None,
+        activation="silu",
+        is_tied=CONFIG["tie_word_embeddings"],
+        is_merged=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        logits_multiplier=1.0,
+        logits_cap=None,
+    )
 
 
 def write_llama(directory: Path) -> None:
     """A random Llama in fp32 with a byte tokenizer, whose logits are spread over several units."""
     write_model(directory)
     (directory / "config.json").write_text(json.dumps(CONFIG))
+    spec = llama_spec()
+    remember(directory, Verdict("fused", "a Llama", spec.shape.context_length, frozenset(), spec))
     hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     kv_size = hidden * CONFIG["num_key_value_heads"] // CONFIG["num_attention_heads"]
     tensors = {"model.embed_tokens.weight": torch.randn(CONFIG["vocab_size"], hidden) * 0.1}
@@ -143,7 +184,7 @@ def check_engine() -> dict[str, float]:
         directory = Path(name)
         write_llama(directory)
         cpu = torch.device("cpu")
-        decoder = FusedDecoder(read_spec(directory), Checkpoint(directory), dtype=torch.float32, device=cpu)
+        decoder = FusedDecoder(llama_spec(), Checkpoint(directory), dtype=torch.float32, device=cpu)
         for dtype, allowed in GAPS.items():
             tokens = run_jobs(directory, jobs, dtype)
             for job in jobs:
@@ -157,10 +198,11 @@ def check_engine() -> dict[str, float]:
 def greedy_gap(decoder: FusedDecoder, job: Request, generated: list[int]) -> float:
     """How far a job's tokens lie below the likeliest after the tokens before them, as a share of the logits' range."""
     ids = [*job.prompt_ids, *generated[:-1]]
-    cache = KVCache(decoder.spec, num_blocks=1, block_size=len(ids), dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(decoder.shape, num_blocks=1, block_size=len(ids), dtype=torch.float32, device=torch.device("cpu"))
     whole = pack(1, [Chunk(job.id, tuple(ids), 0, (0,), None)], block_size=len(ids))
-    hidden = decoder.forward(torch.tensor(ids), torch.arange(len(ids)), PagedAttention(cache, whole, BlockDecode))
-    logits = decoder.logits(hidden[len(job.prompt_ids) - 1 :])
+    positions = torch.arange(len(ids))
+    rows = positions[len(job.prompt_ids) - 1 :]
+    logits = decoder.logits(torch.tensor(ids), positions, rows, PagedAttention(cache, whole, BlockDecode))
     chosen = logits.gather(-1, torch.tensor(generated)[:, None])[:, 0]
     return float(((logits.amax(-1) - chosen) / (logits.amax(-1) - logits.amin(-1))).max())
 

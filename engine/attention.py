@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,20 +16,29 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.models.spec import ModelSpec
+from engine.shape import Scoring, Shape
 from engine.step import Ints, Moves, StepPlan
 
-Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Query [N, Q, D], a layer's keys and values [blocks, K, S, D] → [N, Q, D]; made for one batch, called once a layer."""
+
+class Decode(Protocol):
+    """The decode attention of one batch, called once a layer."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scoring: Scoring,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Query [N, Q, D], a layer's keys and values [blocks, K, S, D], sinks [Q] → [N, Q, D]."""
 
 
 class DecodeOf(Protocol):
     """Makes the decode attention of one batch."""
 
-    def __call__(
-        self, tables: Ints, starts: Ints, *, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Decode:
-        """tables [N, W] and starts [N] as in a StepPlan; dtype and device are the cache's."""
+    def __call__(self, tables: Ints, starts: Ints, *, block_size: int, device: torch.device) -> Decode:
+        """tables [N, W] and starts [N] as in a StepPlan; the device is the cache's."""
 
 
 class KVCache:
@@ -37,7 +46,7 @@ class KVCache:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        shape: Shape,
         *,
         num_blocks: int,
         block_size: int,
@@ -48,9 +57,9 @@ class KVCache:
     ) -> None:
         """is_shared  in memory that processes forked from this one share, on the CPU"""
         self.block_size = block_size
-        shape = (spec.layers, 2, num_blocks, spec.kv_heads, block_size, spec.head_dim)
+        sizes = (shape.layers, 2, num_blocks, shape.kv_heads, block_size, shape.head_dim)
         # Zeros, not empty: the tail of a block is masked, but 0 × NaN would still be NaN.
-        self._all = _shared_zeros(shape, dtype) if is_shared else torch.zeros(shape, dtype=dtype, device=device)
+        self._all = _shared_zeros(sizes, dtype) if is_shared else torch.zeros(sizes, dtype=dtype, device=device)
         self.keys = [layer[0] for layer in self._all]
         self.values = [layer[1] for layer in self._all]
         self._num_host_blocks = num_host_blocks
@@ -90,86 +99,154 @@ def _pairs(moves: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """What the queries of a prefill piece see through some window."""
+
+    history: torch.Tensor | None
+    """The blocks that hold it, [B] int64; None if the piece begins its sequence: its own keys are all."""
+    end: int
+    """Positions in these blocks, up to the piece's last."""
+    mask: torch.Tensor | None
+    """What is added to its scores, [rows, end]: 0 or -inf; None where it is plainly causal."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One prefill piece of a batch."""
 
     rows: slice
     """Its rows among the batch's tokens."""
-    history: torch.Tensor | None
-    """The blocks that hold its sequence up to its last token, [B] int64; None if the piece begins the sequence."""
-    mask: torch.Tensor | None
-    """What is added to its scores, [rows, positions]: 0 or -inf; None with history None, which is plainly causal."""
+    start: int
+    """Absolute position of the first of them."""
+    table: Ints
+    """[B] The blocks of its sequence."""
+
+    def view(self, window: int | None, *, block_size: int, dtype: torch.dtype, device: torch.device) -> View:
+        """What it sees where only the last `window` positions are seen, each query its own."""
+        count = self.rows.stop - self.rows.start
+        if not self.start and (window is None or count <= window):
+            return View(history=None, end=count, mask=None)
+        end = self.start + count
+        first = max(0, self.start - window + 1) // block_size if window is not None else 0
+        positions, queries = torch.arange(first * block_size, end), torch.arange(self.start, end)[:, None]
+        is_hidden = positions > queries
+        if window is not None:
+            is_hidden |= positions <= queries - window
+        mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, -torch.inf).to(device)
+        history = None
+        if self.start:
+            history = torch.tensor(self.table[first : -(-end // block_size)], dtype=torch.int64, device=device)
+        return View(history, len(positions), mask)
 
 
 class PagedAttention:
-    """The attention of one step over the cache; a models.fused.Attention."""
+    """The attention of one step over the cache; a models.decoder.Attention."""
 
     def __init__(self, cache: KVCache, plan: StepPlan, decode_of: DecodeOf) -> None:
-        keys = cache.keys[0]
-        dtype, device, n = keys.dtype, keys.device, plan.num_decodes
+        device, n = cache.keys[0].device, plan.num_decodes
         self._cache = cache
         self._decodes = n
         self._decode = None
         if n:
-            self._decode = decode_of(
-                plan.tables[:n], plan.starts[:n], block_size=cache.block_size, dtype=dtype, device=device
-            )
-        self._pieces = _pieces(plan, dtype=dtype, device=device)
+            self._decode = decode_of(plan.tables[:n], plan.starts[:n], block_size=cache.block_size, device=device)
+        self._pieces = _pieces(plan)
+        self._views: dict[int | None, list[View]] = {}  # of the pieces, by window
         positions = plan.positions
         blocks = plan.tables[plan.rows, positions // cache.block_size].astype(np.int64)
         self._blocks = torch.from_numpy(blocks).to(device)  # [T]
         self._offsets = torch.from_numpy(positions % cache.block_size).to(device)  # [T]
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As models.decoder.Attention has it."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._blocks, :, self._offsets] = key
         values[self._blocks, :, self._offsets] = value
-        parts = [self._decode(query[: self._decodes], keys, values)] if self._decode else []
-        parts += [_attend_piece(piece, query, key, value, keys, values) for piece in self._pieces]
+        parts = [self._decode(query[: self._decodes], keys, values, scoring, sinks)] if self._decode else []
+        for piece, view in zip(self._pieces, self._views_through(scoring.window), strict=True):
+            if view.history is None:
+                k, v = key[piece.rows].transpose(0, 1), value[piece.rows].transpose(0, 1)
+            else:
+                k, v = _gather(keys, view.history, view.end), _gather(values, view.history, view.end)
+            attended = attend(query[piece.rows].transpose(0, 1), k, v, view.mask, scoring, sinks)
+            parts.append(attended.transpose(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _views_through(self, window: int | None) -> list[View]:
+        if window not in self._views:
+            keys = self._cache.keys[0]
+            self._views[window] = [
+                piece.view(window, block_size=self._cache.block_size, dtype=keys.dtype, device=keys.device)
+                for piece in self._pieces
+            ]
+        return self._views[window]
 
-def _pieces(plan: StepPlan, *, dtype: torch.dtype, device: torch.device) -> list[Piece]:
-    pieces, row = [], plan.num_decodes
+
+def _pieces(plan: StepPlan) -> list[Piece]:
     first = plan.num_decodes
-    for start, count, table in zip(
-        plan.starts[first:].tolist(), plan.counts[first:].tolist(), plan.tables[first:], strict=True
-    ):
-        history = mask = None
-        if start:
-            end = start + count
-            history = torch.tensor(table[: -(-end // plan.block_size)], dtype=torch.int64, device=device)
-            visible = torch.arange(end) <= torch.arange(start, end)[:, None]
-            mask = torch.zeros(count, end, dtype=dtype).masked_fill_(~visible, -torch.inf).to(device)
-        pieces.append(Piece(slice(row, row + count), history, mask))
-        row += count
-    return pieces
-
-
-def _attend_piece(
-    piece: Piece,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> torch.Tensor:
-    """[rows, Q, D] of one piece: over its own keys if it begins its sequence, over the sequence's blocks otherwise."""
-    q = query[piece.rows].transpose(0, 1).unsqueeze(0)
-    if piece.history is None or piece.mask is None:
-        k, v = key[piece.rows].transpose(0, 1).unsqueeze(0), value[piece.rows].transpose(0, 1).unsqueeze(0)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:
-        end = piece.mask.shape[1]
-        k, v = _gather(keys, piece.history, end), _gather(values, piece.history, end)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    ends = np.cumsum(plan.counts)[first:].tolist()
+    rows = [slice(end - count, end) for end, count in zip(ends, plan.counts[first:].tolist(), strict=True)]
+    return [
+        Piece(rows, start, table)
+        for rows, start, table in zip(rows, plan.starts[first:].tolist(), plan.tables[first:], strict=True)
+    ]
 
 
 def _gather(cache: torch.Tensor, block_ids: torch.Tensor, end: int) -> torch.Tensor:
-    """The first `end` positions of a sequence, [1, K, end, D], copied out of its blocks."""
+    """The first `end` positions of some blocks, [K, end, D], copied out of them."""
     blocks = cache.index_select(0, block_ids).transpose(0, 1)  # [K, B, S, D]
-    return blocks.flatten(1, 2)[:, :end].unsqueeze(0)
+    return blocks.flatten(1, 2)[:, :end]
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one piece.
+
+    query      [Q, rows, D]
+    key        [K, positions, D], and so is value
+    mask       [rows, positions], added to the scores; None: row i sees positions 0 to i
+    scoring    its window is in the mask
+    sinks      [Q] or None
+    Returns [Q, rows, D].
+    """
+    if scoring.soft_cap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            query[None], key[None], value[None], mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=True
+        )[0]
+    if mask is None:
+        mask = torch.full((query.shape[1], key.shape[1]), -torch.inf, device=query.device).triu_(1)
+    (heads, rows, dim), kv_heads = query.shape, key.shape[0]
+    asked = query.reshape(kv_heads, heads // kv_heads * rows, dim)
+    scores = _scale(torch.bmm(asked, key.transpose(1, 2)).float(), scoring).view(heads, rows, -1).add_(mask)
+    highest = scores.amax(dim=-1, keepdim=True)  # [Q, rows, 1]
+    if sinks is not None:
+        highest = highest.maximum(sinks.float()[:, None, None])
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total += sinks.float()[:, None, None].sub(highest).exp_()
+    weights = weights.div_(total).to(query.dtype).view(kv_heads, -1, weights.shape[-1])
+    return torch.bmm(weights, value).view(heads, rows, dim)
+
+
+def _scale(scores: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Products of queries and keys to scores, in place."""
+    if scoring.soft_cap is None:
+        return scores.mul_(scoring.scale)
+    return scores.mul_(scoring.scale / scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
 
 
 class BlockDecode:
@@ -181,7 +258,7 @@ class BlockDecode:
         m = max over its blocks, p = exp(score - m), out = Σ p·v / Σ p
 
     Every sequence has a last block, the only one that may hold positions past its end. These come first, row by row,
-    and the other blocks are reduced into them by their owners:
+    and the other blocks, without a window all before it, are reduced into them by their owners:
 
         blocks   last of 0 | last of 1 | … | last of N-1 | others of 0 | others of 1 | …
         owners   0           1           …   N-1           0 0 0         1 1           …
@@ -190,33 +267,79 @@ class BlockDecode:
     a Xeon with AMX): 54 ms instead of 118 ms with scattered blocks, or of 63 ms with a sequence's blocks in a row.
     """
 
-    def __init__(
-        self, tables: Ints, starts: Ints, *, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        rows, last = np.arange(len(starts)), starts // block_size
-        others = tables[np.arange(tables.shape[1]) < last[:, None]]  # row by row
-        owners = np.repeat(rows, last)
-        self._blocks = torch.from_numpy(np.concatenate([tables[rows, last], others]).astype(np.int64))  # [B]
-        self._owners = torch.from_numpy(owners)  # [B - N]
-        self._all_owners = torch.from_numpy(np.concatenate([rows, owners]))  # [B]
-        hidden = torch.from_numpy(np.arange(block_size) > (starts % block_size)[:, None])  # [N, S]
-        self._bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
+    def __init__(self, tables: Ints, starts: Ints, *, block_size: int, device: torch.device) -> None:
+        self._tables = tables
+        self._starts = starts
+        self._block_size = block_size
+        self._seen: dict[int | None, Seen] = {}  # by window
 
-    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scoring: Scoring,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if (seen := self._seen.get(scoring.window)) is None:
+            seen = Seen.through(scoring.window, self._tables, self._starts, block_size=self._block_size)
+            self._seen[scoring.window] = seen
         n, heads, dim = query.shape
-        blocks, (_, kv_heads, size, _) = len(self._blocks), keys.shape
-        asked = query.reshape(n, -1).index_select(0, self._all_owners).view(blocks * kv_heads, heads // kv_heads, dim)
-        key = keys.index_select(0, self._blocks).view(blocks * kv_heads, size, dim)
-        scores = torch.bmm(asked, key.transpose(1, 2)).view(blocks, heads, size).float().mul_(dim**-0.5)
-        scores[:n] += self._bias
+        blocks, (_, kv_heads, size, _) = len(seen.blocks), keys.shape
+        asked = query.reshape(n, -1).index_select(0, seen.all_owners).view(blocks * kv_heads, heads // kv_heads, dim)
+        key = keys.index_select(0, seen.blocks).view(blocks * kv_heads, size, dim)
+        scores = _scale(torch.bmm(asked, key.transpose(1, 2)).view(blocks, heads, size).float(), scoring)
+        scores[: len(seen.bias)] += seen.bias
         highest = scores.amax(dim=-1)  # [B, Q]
-        owners = self._owners[:, None].expand(-1, heads)
+        owners = seen.owners[:, None].expand(-1, heads)
         highest = highest[:n].scatter_reduce(0, owners, highest[n:], "amax")  # [N, Q]
-        weights = scores.sub_(highest.index_select(0, self._all_owners).unsqueeze(-1)).exp_()  # [B, Q, S]
+        if sinks is not None:
+            highest = highest.maximum(sinks.float())
+        weights = scores.sub_(highest.index_select(0, seen.all_owners).unsqueeze(-1)).exp_()  # [B, Q, S]
         total = weights.sum(dim=-1)
-        total = total[:n].index_add(0, self._owners, total[n:])  # [N, Q]
-        value = values.index_select(0, self._blocks).view(blocks * kv_heads, size, dim)
+        total = total[:n].index_add(0, seen.owners, total[n:])  # [N, Q]
+        if sinks is not None:
+            total += sinks.float().sub(highest).exp_()
+        value = values.index_select(0, seen.blocks).view(blocks * kv_heads, size, dim)
         parts = torch.bmm(weights.to(query.dtype).view(blocks * kv_heads, heads // kv_heads, size), value)
         parts = parts.view(blocks, heads * dim).float()
-        out = parts[:n].index_add_(0, self._owners, parts[n:])
+        out = parts[:n].index_add_(0, seen.owners, parts[n:])
         return out.view(n, heads, dim).div_(total.unsqueeze(-1)).to(query.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The blocks that decode rows see through some window, in BlockDecode's order."""
+
+    blocks: torch.Tensor
+    """[B] int64"""
+    owners: torch.Tensor
+    """[B - N] int64: whose the blocks behind the first N are."""
+    all_owners: torch.Tensor
+    """[B] int64"""
+    bias: torch.Tensor
+    """[N, 1, S], or [B, 1, S] with a window, which may begin inside of a block: 0, or -inf where nobody looks."""
+
+    @classmethod
+    def through(cls, window: int | None, tables: Ints, starts: Ints, *, block_size: int) -> Seen:
+        rows, last = np.arange(len(starts)), starts // block_size
+        columns = np.arange(tables.shape[1])
+        is_other = columns < last[:, None]
+        if window is not None:
+            is_other &= columns >= (np.maximum(0, starts - window + 1) // block_size)[:, None]
+        owners, others = np.nonzero(is_other)  # row by row
+        all_owners = np.concatenate([rows, owners])
+        offsets = np.arange(block_size)
+        if window is None:
+            is_hidden = offsets > (starts % block_size)[:, None]
+        else:
+            positions = np.concatenate([last, others])[:, None] * block_size + offsets
+            ends = starts[all_owners][:, None]
+            is_hidden = (positions > ends) | (positions <= ends - window)
+        bias = torch.zeros(is_hidden.shape).masked_fill_(torch.from_numpy(is_hidden), -torch.inf)
+        return cls(
+            blocks=torch.from_numpy(np.concatenate([tables[rows, last], tables[owners, others]]).astype(np.int64)),
+            owners=torch.from_numpy(owners),
+            all_owners=torch.from_numpy(all_owners),
+            bias=bias[:, None],
+        )

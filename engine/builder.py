@@ -12,7 +12,8 @@ from engine.errors import ModelError
 from engine.lanes import Lanes, num_cores
 from engine.limits import Limits
 from engine.loop import EngineLoop
-from engine.models.spec import read_json, read_spec
+from engine.models.spec import read_config
+from engine.models.verdict import recall
 from engine.policies import POLICIES, Policy, Tiered
 from engine.request import Engine
 from engine.scheduler import Scheduler
@@ -58,9 +59,9 @@ def _policy(config: EngineConfig) -> Policy:
 
 
 def _runner(config: EngineConfig) -> Runner:
-    if read_json(config.model_dir / "config.json").get("model_type") == "echo":
+    if read_config(config.model_dir)["model_type"] == "echo":
         return EchoRunner(step_ms=config.echo_step_ms)
-    read_spec(config.model_dir)  # at once, where a process of its own would take seconds to refuse it
+    recall(config.model_dir)  # what was refused before is refused at once, not by a process of its own in seconds
     return Lanes(config, count=num_cores())
 
 

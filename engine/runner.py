@@ -10,10 +10,9 @@ import torch
 from engine.attention import BlockDecode, DecodeOf, KVCache, PagedAttention
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.models.fused import FusedDecoder
-from engine.models.spec import ModelSpec, read_spec
-from engine.models.weights import Checkpoint
+from engine.models.load import load_model
 from engine.sampling import sample
+from engine.shape import Shape
 from engine.step import Moves, StepPlan
 
 BLOCK_SIZE = 32
@@ -21,7 +20,7 @@ BLOCK_SIZE = 32
 
 
 class ModelRunner:
-    """A step.Runner over a FusedDecoder and a paged KV cache, in this process."""
+    """A step.Runner over a decoder and a paged KV cache, in this process."""
 
     block_size = BLOCK_SIZE
 
@@ -31,15 +30,15 @@ class ModelRunner:
         is_shared  the cache is shared with the processes that this one forks (on the CPU)
         """
         self._device = choose_device()
-        spec = read_spec(config.model_dir)
         dtype = choose_dtype(config.dtype, self._device)
-        self._decoder = FusedDecoder(spec, Checkpoint(config.model_dir), dtype=dtype, device=self._device)
-        self.num_blocks = _num_blocks(config, spec, dtype, self._device)
-        self.context_length = min(spec.max_positions, self.num_blocks * BLOCK_SIZE)
-        self.eos_ids = spec.eos_ids
-        self.num_host_blocks = int(config.kv_swap_gib * 2**30 // spec.kv_bytes(BLOCK_SIZE, dtype.itemsize))
+        model = load_model(config.model_dir, dtype=dtype, device=self._device)
+        self._decoder, shape = model.decoder, model.decoder.shape
+        self.num_blocks = _num_blocks(config, shape, dtype, self._device)
+        self.context_length = min(shape.context_length, self.num_blocks * BLOCK_SIZE)
+        self.eos_ids = model.eos_ids
+        self.num_host_blocks = int(config.kv_swap_gib * 2**30 // shape.kv_bytes(BLOCK_SIZE, dtype.itemsize))
         self._cache = KVCache(
-            spec,
+            shape,
             num_blocks=self.num_blocks,
             block_size=BLOCK_SIZE,
             dtype=dtype,
@@ -55,13 +54,13 @@ class ModelRunner:
         self._cache.move(plan.moves)
         tokens = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
         positions = torch.from_numpy(plan.positions).to(self._device)
-        hidden = self._decoder.forward(tokens, positions, PagedAttention(self._cache, plan, self._decode_of))
+        samples = np.array([sampling is not None for sampling in plan.samplings])
+        last_rows = torch.from_numpy(np.cumsum(plan.counts, dtype=np.int64)[samples] - 1).to(self._device)
+        attention = PagedAttention(self._cache, plan, self._decode_of)
+        logits = self._decoder.logits(tokens, positions, last_rows, attention)
         samplings = [sampling for sampling in plan.samplings if sampling is not None]
         if not samplings:
             return []
-        samples = np.array([sampling is not None for sampling in plan.samplings])
-        last_rows = torch.from_numpy(np.cumsum(plan.counts, dtype=np.int64)[samples] - 1).to(self._device)
-        logits = self._decoder.logits(hidden[last_rows])
         token_ids: list[int] = sample(logits, samplings, (plan.starts + plan.counts)[samples].tolist()).tolist()
         return token_ids
 
@@ -94,25 +93,25 @@ def _cpu_multiplies_bfloat16() -> bool:
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
 
 
-def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
+def _num_blocks(config: EngineConfig, shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
     """Blocks that fit into the memory that the settings give the cache."""
-    block_bytes = spec.kv_bytes(BLOCK_SIZE, dtype.itemsize)
+    block_bytes = shape.kv_bytes(BLOCK_SIZE, dtype.itemsize)
     if device.type == "cpu":
         budget, setting = config.kv_cache_gib * 2**30, f"kv_cache_gib {config.kv_cache_gib}"
     else:
         free, total = torch.cuda.mem_get_info(device)
-        budget = total * config.gpu_memory_utilization - (total - free) - _activation_bytes(config, spec)
+        budget = total * config.gpu_memory_utilization - (total - free) - _activation_bytes(config, shape)
         setting = f"gpu_memory_utilization {config.gpu_memory_utilization}"
     if budget < block_bytes:
         raise ModelError(f"{setting} leaves no memory for a single KV block of {block_bytes} bytes beside the model")
     return int(budget // block_bytes)
 
 
-def _activation_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+def _activation_bytes(config: EngineConfig, shape: Shape) -> int:
     """A bound on what a step takes beside weights and cache: hidden states, MLP, scores of a piece, logits, in fp32."""
-    per_token = 8 * spec.hidden_size + 4 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
-    scores = 2 * spec.heads * config.max_num_batched_tokens * spec.max_positions
-    return 4 * (config.max_num_batched_tokens * per_token + scores + 4 * config.max_num_seqs * spec.vocab_size)
+    per_token = 8 * shape.hidden_size + 4 * shape.intermediate_size + 4 * shape.heads * shape.head_dim
+    scores = 2 * shape.heads * config.max_num_batched_tokens * shape.context_length
+    return 4 * (config.max_num_batched_tokens * per_token + scores + 4 * config.max_num_seqs * shape.vocab_size)
 
 
 def _decode_of(device: torch.device) -> DecodeOf:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from engine.models import prepare
+from engine.models.verdict import recall
 
 
 def convert_once() -> Path:
@@ -21,6 +22,11 @@ def convert_once() -> Path:
     directory = Path(sys.prefix, "everbatch-models", f"smollm2-{hashlib.sha256(converter).hexdigest()[:12]}")
     # As the command, so that whatever the conversion imports and warns of stays in its own process.
     subprocess.run([sys.executable, "-m", prepare.__name__, "smollm2-135m-instruct", directory], check=True)
+    if recall(directory) is None:  # the code has changed since
+        find = (
+            "import pathlib, sys; from engine.models.load import find_verdict; find_verdict(pathlib.Path(sys.argv[1]))"
+        )
+        subprocess.run([sys.executable, "-c", find, directory], check=True)
     return directory
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from app.errors import SetupError
 from app.settings import complaint
 
-_COMMANDS = ("batch", "cancel", "demo", "doctor", "keys", "submit", "tenants", "up", "watch")
+_COMMANDS = ("batch", "cancel", "convert", "demo", "doctor", "keys", "submit", "tenants", "up", "watch")
 """Each is the module of this package that holds the command of the same name."""
 
 

@@ -31,7 +31,7 @@ def convert(gguf: Path, directory: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **source)
         model: Any = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.bfloat16, **source)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # whatever a broken file makes of it
         raise ModelError(f"{gguf} cannot be read: {_first_line(error)}") from error
     # transformers calls a model from GGUF quantized and refuses to save it, though its weights are plain tensors.
     model.hf_quantizer = None

@@ -1,4 +1,4 @@
-"""Make a model directory that the engine loads: `python -m engine.models.prepare NAME DIR`.
+"""Make a model directory that the engine loads: `python -m engine.models.prepare NAME|FILE.gguf DIR`.
 
 The directory is a Hugging Face one: config.json, model.safetensors, tokenizer.json, tokenizer_config.json and
 chat_template.jinja. It is built aside and renamed, so that it is complete or absent; one that is there is left alone.
@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,11 +39,17 @@ def find_smollm2_gguf() -> Path:
 
 def write_smollm2(directory: Path) -> None:
     """Convert the wheel's GGUF file to bf16 safetensors; takes about 20 s and 1.2 GB of memory."""
-    gguf = find_smollm2_gguf()
+    write_gguf(find_smollm2_gguf(), directory)
+
+
+def write_gguf(gguf: Path, directory: Path) -> None:
+    """Convert a GGUF file to bf16 safetensors, and find out how the engine computes it. Raises ModelError."""
     # Imported here: preparing the echo model must not need torch, nor wait seconds for it.
     from engine.models.gguf import convert
+    from engine.models.load import find_verdict
 
     convert(gguf, directory)
+    find_verdict(directory)  # kept beside it, so that not even the first start has to import transformers
 
 
 WRITERS: Mapping[str, Callable[[Path], None]] = {"smollm2-135m-instruct": write_smollm2, "echo": write_echo}
@@ -50,13 +57,14 @@ WRITERS: Mapping[str, Callable[[Path], None]] = {"smollm2-135m-instruct": write_
 
 
 def prepare(name: str, directory: Path) -> None:
-    """Make `directory` hold the model `name`, unless it does already.
+    """Make `directory` hold the model `name`, or that of the GGUF file `name`, unless it holds a model already.
 
-    Raises ModelError if the name is unknown, the directory holds something else, or a part is missing.
+    Raises ModelError if the name is unknown, the directory holds something else, a part is missing, or the model
+    cannot be served.
     """
-    writer = WRITERS.get(name)
+    writer = partial(write_gguf, Path(name)) if name.endswith(".gguf") else WRITERS.get(name)
     if writer is None:
-        raise ModelError(f"no model is named {name!r}: choose one of {', '.join(sorted(WRITERS))}")
+        raise ModelError(f"no model is named {name!r}: choose one of {', '.join(sorted(WRITERS))}, or a GGUF file")
     if (directory / "config.json").is_file():
         return
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -83,7 +91,7 @@ def _publish(aside: Path, directory: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.models.prepare", description="Make a model directory.")
-    parser.add_argument("name", help=f"one of {', '.join(sorted(WRITERS))}")
+    parser.add_argument("name", help=f"one of {', '.join(sorted(WRITERS))}, or a GGUF file")
     parser.add_argument("directory", type=Path)
     parsed = parser.parse_args(arguments)
     try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.models.load import find_verdict
 from tests.smollm2 import convert_once
 
 
@@ -33,4 +34,5 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    find_verdict(directory)  # here, where transformers is imported, so that no process of lanes need import it
     return directory

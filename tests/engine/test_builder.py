@@ -33,7 +33,7 @@ def test_no_engine_needs_torch_in_the_process_that_serves_jobs(tmp_path: Path, l
     ("config", "message"),
     [
         (None, "config.json cannot be read"),
-        ('{"model_type": "bert"}', "model type 'bert' is not supported"),
+        ('{"model_type": "llama", "auto_map": {}}', "remote code is never run"),
         ('{"model_type": "echo"}', "tokenizer.json cannot be used"),
     ],
 )

@@ -13,10 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.lanes import MIN_LANE_TOKENS, LaneError, Lanes, share
+from engine.models.load import find_verdict
 from engine.request import Sampling
 from engine.runner import BLOCK_SIZE, ModelRunner
 from engine.step import Chunk, Moves, StepPlan, pack
@@ -84,6 +87,19 @@ def test_one_piece_goes_to_one_lane() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_lanes_makes_the_tokens_of_one_process(count: int, config: EngineConfig) -> None:
+    expect_tokens_of_one_process(count, config)
+
+
+@pytest.mark.slow  # each lane's process imports transformers
+def test_lanes_share_a_module_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.3}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=2)).save_pretrained(tmp_path)
+    assert find_verdict(tmp_path).path == "generic"
+    expect_tokens_of_one_process(2, EngineConfig(tmp_path, dtype="float32", kv_cache_gib=0.005, kv_swap_gib=0.001))
+
+
+def expect_tokens_of_one_process(count: int, config: EngineConfig) -> None:
     """Sequences change lanes between steps, and find what another lane has computed."""
     alone, lanes, rng = ModelRunner(config), Lanes(config, count=count), random.Random(count)
     assert (lanes.num_blocks, lanes.num_host_blocks) == (alone.num_blocks, alone.num_host_blocks)

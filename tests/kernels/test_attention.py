@@ -23,15 +23,19 @@ def test_decode_kernel_agrees_with_its_truth_in_the_interpreter() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("has_all", [False, True], ids=["plain", "window-cap-sinks"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_decode_kernel_compiles_for_hopper_without_spilling(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, has_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = attention._paged_decode.arg_names
-    tensors = {"query_ptr", "keys_ptr", "values_ptr", "out_ptr"}
+    tensors = {"query_ptr", "keys_ptr", "values_ptr", "out_ptr", "sinks_ptr"}
     constants = {"GROUP": 3, "GROUP_ROWS": 16, "DIM": 64, "DIM_COLUMNS": 64, "SIZE": 32}
-    signature = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | {"scale": "fp32"}
+    constants |= dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_SINKS"), has_all)
+    signature = (
+        dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | {"scale": "fp32", "soft_cap": "fp32"}
+    )
     signature |= dict.fromkeys(tensors, f"*{dtype}") | {"tables_ptr": "*i32", "lengths_ptr": "*i32"}
     # What the launcher sees in aligned tensors; without it the loads are not vectorised, and it is another kernel.
     aligned = [name for name in names if name in tensors or (name.endswith("stride") and name != "table_stride")]

@@ -5,10 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
 
 from engine.errors import ModelError
 from engine.models import prepare
+from engine.models.load import load_model
+from engine.models.verdict import recall
 
 
 def fail(_: Path) -> None:
@@ -55,7 +61,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(tmp_path: Path) -> None
     command = [sys.executable, "-m", "engine.models.prepare", "gpt-9", str(tmp_path / "model")]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
-    assert run.stderr == "no model is named 'gpt-9': choose one of echo, smollm2-135m-instruct\n"
+    assert run.stderr == "no model is named 'gpt-9': choose one of echo, smollm2-135m-instruct, or a GGUF file\n"
 
 
 def test_a_missing_wheel_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +78,59 @@ def test_preparing_the_echo_model_needs_no_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_gguf_file_of_any_model_becomes_a_directory_with_its_verdict(tmp_path: Path) -> None:
+    file, directory = tmp_path / "tiny.gguf", tmp_path / "model"
+    write_tiny_gguf(file)
+    prepare.prepare(str(file), directory)
+    verdict = recall(directory)
+    assert verdict is not None
+    assert verdict.path == "fused"
+    assert (directory / "tokenizer.json").is_file()
+    load_model(directory, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_a_gguf_file_that_is_none_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF?")
+    with pytest.raises(ModelError, match=r"broken\.gguf cannot be read"):
+        prepare.prepare(str(file), tmp_path / "model")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def write_tiny_gguf(path: Path) -> None:
+    """A random Qwen 2 with a vocabulary of bytes."""
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for add, value in (
+        (writer.add_context_length, 64),
+        (writer.add_embedding_length, 32),
+        (writer.add_block_count, 2),
+        (writer.add_feed_forward_length, 64),
+        (writer.add_head_count, 4),
+        (writer.add_head_count_kv, 2),
+        (writer.add_layer_norm_rms_eps, 1e-6),
+        (writer.add_rope_freq_base, 10_000.0),
+        (writer.add_vocab_size, 258),
+    ):
+        add(value)
+    tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|endoftext|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(257)
+    generator = np.random.default_rng(0)
+    shapes = {"token_embd.weight": (258, 32), "output.weight": (258, 32), "output_norm.weight": (32,)}
+    for layer in (f"blk.{index}." for index in range(2)):
+        shapes |= {layer + "attn_norm.weight": (32,), layer + "ffn_norm.weight": (32,)}
+        for name, size in (("q", 32), ("k", 16), ("v", 16)):
+            shapes |= {f"{layer}attn_{name}.weight": (size, 32), f"{layer}attn_{name}.bias": (size,)}
+        shapes |= {layer + "attn_output.weight": (32, 32), layer + "ffn_down.weight": (32, 64)}
+        shapes |= {layer + "ffn_gate.weight": (64, 32), layer + "ffn_up.weight": (64, 32)}
+    for name, shape in shapes.items():
+        writer.add_tensor(name, generator.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
