@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Finish(StrEnum):
@@ -28,7 +28,12 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. A pure function of (logits, seed, position): no global generator."""
+    """How the next token is chosen. A pure function of (logits, tokens so far, seed, choice, position).
+
+    In this order: logit_bias, repetition_penalty, frequency_penalty and presence_penalty change the logits; what
+    allowed_ids, grammar, bad_words and min_tokens forbid is masked; then temperature, min_p, top_k, top_p, each over
+    what is left. "Generated" is over all attempts: resumed tokens are. Token ids are below the model's vocabulary.
+    """
 
     max_tokens: int
     """Tokens generated over all attempts, the end-of-sequence token included; at least 1."""
@@ -41,9 +46,34 @@ class Sampling:
     seed: int = 0
     """Names the random stream; 0 ≤ seed < 2**63."""
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these; none is empty."""
+    """The text ends before the first of these that is complete behind min_tokens tokens; none is empty."""
     ignore_eos: bool = False
-    """Generate on past the end-of-sequence token."""
+    """Generate on past the end-of-sequence token, which is a token like others then; stop_ids still end."""
+    min_p: float = 0.0
+    """Keep the tokens that are at least min_p times as likely as the likeliest, in [0, 1]; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Above 0. Logits of tokens in prompt or output are divided by it where positive, multiplied where negative."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that were generated; finite."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that it was generated; finite."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit): finite, each token at most once."""
+    allowed_ids: tuple[int, ...] | None = None
+    """No other token is generated, the end of sequence neither; at least one. None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that no generated token completes, wherever they begin, be it in the prompt; none is empty."""
+    min_tokens: int = 0
+    """Before so many were generated, no token that would end the text is, and a stop string that is complete is text
+    like any other."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the text as the end of sequence does: they are counted and have no text."""
+    choice: int = 0
+    """Which of several continuations of a prompt: each has a random stream of its own; 0 ≤ choice < 2**31."""
+    top_logprobs: int | None = None
+    """Give each token's log-probability and so many of the likeliest, 0 to 20; None: none."""
+    grammar: str | None = None
+    """A llguidance grammar as text: tokens outside it are masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +103,16 @@ class Request:
     """Tokens that somebody predicts it to generate; None: what its kind has taught."""
 
 
+class TokenLogprob(NamedTuple):
+    """How likely a token was by the model alone: before penalties, masks and temperature. Natural logarithms."""
+
+    token_id: int
+    """The token that was generated."""
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the likeliest, in falling order; the generated one need not be among them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """What one step did for one request."""
@@ -88,6 +128,8 @@ class Output:
     """Set on a request's last Output, and on no other."""
     error: str | None = None
     """One sentence, with Finish.ERROR."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of token_ids, where Sampling.top_logprobs asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
