@@ -19,6 +19,7 @@ from app.tiers import Tier
 from engine.request import Finish, Output
 from tests.site import Site
 from worker.attempts import Attempt, Attempts, Outcome, Task
+from worker.logprobs import Speller
 from worker.progress import ProgressWriter
 
 
@@ -96,14 +97,16 @@ def test_a_job_does_not_end_without_the_tokens_that_a_lost_reply_left_unwritten(
         attempts,
         engine,  # type: ignore[arg-type]
         flush_interval_s=0.01,
+        spelled=Speller(site.model.directory).spelled,
         on_ended=lambda: None,
         metrics=Silent(),  # type: ignore[arg-type]
     )
     attempt = claimed(site, attempts)
     deaf.lost_replies = 1
-    writer.on_outputs([Output(attempt.request_id, (65,), "A", step=1)])
+    (choice,) = attempt.outputs
+    writer.on_outputs([Output(choice.request_id, (65,), "A", step=1)])
     site.wait_for(lambda: deaf.lost_replies == 0)  # the event stands, and the writer does not know it
-    writer.on_outputs([Output(attempt.request_id, (66,), "B", step=2, finish=Finish.LENGTH)])
+    writer.on_outputs([Output(choice.request_id, (66,), "B", step=2, finish=Finish.LENGTH)])
     site.wait_for(lambda: attempt.task.is_done)
     assert writer.close(timeout_s=5)
     assert attempt.task.outcomes == {Outcome.LOST: 1}
