@@ -6,9 +6,13 @@ Token ids only: the engine knows no text but what the detokenizer shows, no plan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+MAX_TOP_LOGPROBS = 20
+"""Log-probabilities of the likeliest tokens that may be asked for with each token."""
 
 
 class Finish(StrEnum):
@@ -71,9 +75,37 @@ class Sampling:
     choice: int = 0
     """Which of several continuations of a prompt: each has a random stream of its own; 0 ≤ choice < 2**31."""
     top_logprobs: int | None = None
-    """Give each token's log-probability and so many of the likeliest, 0 to 20; None: none."""
+    """Give each token's log-probability and so many of the likeliest, up to MAX_TOP_LOGPROBS; None: none."""
     grammar: str | None = None
     """A llguidance grammar as text: tokens outside it are masked."""
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether it matters which tokens were generated, and how often."""
+        return self.repetition_penalty != 1 or bool(self.frequency_penalty or self.presence_penalty)
+
+    @property
+    def needs_past(self) -> bool:
+        """Whether the sampler must know of the tokens so far."""
+        return bool(self.bad_words or self.min_tokens) or self.needs_counts
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a token is not drawn from the logits as they are."""
+        return bool(self.logit_bias) or self.allowed_ids is not None or self.needs_past
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the text, of a model with these ends of sequence."""
+        if self.stop_ids:
+            return frozenset(self.stop_ids) if self.ignore_eos else eos_ids.union(self.stop_ids)
+        return frozenset() if self.ignore_eos else eos_ids
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Every step carries one for each of its rows to another process: 4 μs there and back, instead of 29.
+        return Sampling, _fields_of(self)
+
+
+_fields_of = attrgetter(*(field.name for field in fields(Sampling)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from engine.models.fused import FusedDecoder
 from engine.models.spec import ModelSpec, read_spec
 from engine.models.weights import Checkpoint
 from engine.sampling import sample
-from engine.step import Moves, StepPlan
+from engine.step import Moves, Sampled, StepPlan
 
 BLOCK_SIZE = 32
 """Positions in a KV block."""
@@ -36,6 +36,7 @@ class ModelRunner:
         self._decoder = FusedDecoder(spec, Checkpoint(config.model_dir), dtype=dtype, device=self._device)
         self.num_blocks = _num_blocks(config, spec, dtype, self._device)
         self.context_length = min(spec.max_positions, self.num_blocks * BLOCK_SIZE)
+        self.vocab_size = spec.vocab_size
         self.eos_ids = spec.eos_ids
         self.num_host_blocks = int(config.kv_swap_gib * 2**30 // spec.kv_bytes(BLOCK_SIZE, dtype.itemsize))
         self._cache = KVCache(
@@ -50,20 +51,24 @@ class ModelRunner:
         self._decode_of = _decode_of(self._device)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[int]:
-        """Move blocks, compute the step; one token id for each chunk that samples, in the plan's order."""
+    def execute(self, plan: StepPlan) -> Sampled:
+        """Move blocks, compute the step, and sample behind each chunk that does."""
         self._cache.move(plan.moves)
         tokens = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
         positions = torch.from_numpy(plan.positions).to(self._device)
         hidden = self._decoder.forward(tokens, positions, PagedAttention(self._cache, plan, self._decode_of))
-        samplings = [sampling for sampling in plan.samplings if sampling is not None]
-        if not samplings:
-            return []
-        samples = np.array([sampling is not None for sampling in plan.samplings])
-        last_rows = torch.from_numpy(np.cumsum(plan.counts, dtype=np.int64)[samples] - 1).to(self._device)
-        logits = self._decoder.logits(hidden[last_rows])
-        token_ids: list[int] = sample(logits, samplings, (plan.starts + plan.counts)[samples].tolist()).tolist()
-        return token_ids
+        chunks = plan.sampling_chunks
+        if not chunks:
+            return Sampled([])
+        last_rows = torch.from_numpy(np.cumsum(plan.counts, dtype=np.int64)[chunks] - 1).to(self._device)
+        return sample(
+            self._decoder.logits(hidden[last_rows]),
+            [sampling for sampling in plan.samplings if sampling is not None],
+            (plan.starts + plan.counts)[chunks].tolist(),
+            pasts={row: plan.pasts[chunk] for row, chunk in enumerate(chunks) if chunk in plan.pasts},
+            masks={row: plan.masks[chunk] for row, chunk in enumerate(chunks) if chunk in plan.masks},
+            eos_ids=self.eos_ids,
+        )
 
     def move(self, moves: Moves) -> None:
         """Move blocks, and nothing else."""

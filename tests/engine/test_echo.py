@@ -21,7 +21,7 @@ def test_a_token_depends_on_seed_and_position_alone() -> None:
     piece = Chunk("b", (9, 9), 0, (1,), None)
     decode = Chunk("c", (200,), 6, (2, 3), sampling)
     sampled = runner.execute(pack(1, (decode, prefill, piece), block_size=16))
-    assert sampled == [echo_token(5, 7), echo_token(5, 7)]
+    assert sampled.token_ids == [echo_token(5, 7), echo_token(5, 7)]
 
 
 def test_streams_of_different_seeds_differ() -> None:

@@ -106,7 +106,7 @@ def test_any_number_of_lanes_makes_the_tokens_of_one_process(count: int, config:
         ]
         sampled = alone.execute(make_plan(*chunks))
         assert lanes.execute(make_plan(*chunks)) == sampled
-        for name, token_id in zip(names, sampled, strict=True):
+        for name, token_id in zip(names, sampled.token_ids, strict=True):
             computed[name] = len(tokens[name])
             tokens[name].append(token_id)
     lanes.close()
@@ -114,13 +114,13 @@ def test_any_number_of_lanes_makes_the_tokens_of_one_process(count: int, config:
 
 def test_blocks_are_moved_for_all_lanes(lanes: Lanes) -> None:
     prompt, mates = list(range(50, 70)), range(1, 9)
-    first = lanes.execute(make_plan(make_chunk("a", prompt, blocks=(0,))))
+    first = lanes.execute(make_plan(make_chunk("a", prompt, blocks=(0,)))).token_ids
     decode = make_chunk("a", first, start=20, blocks=(0,))
-    second = lanes.execute(make_plan(decode))
+    second = lanes.execute(make_plan(decode)).token_ids
     moves = Moves(swaps_out=((0, 3),), copies=((0, 20),), swaps_in=((3, 21),))
     others = [make_chunk(str(mate), [7, 8], blocks=(mate,)) for mate in mates]
     moved = [replace(decode, block_ids=(block,)) for block in (20, 21)]
-    assert lanes.execute(make_plan(*moved, *others, moves=moves))[:2] == second * 2
+    assert lanes.execute(make_plan(*moved, *others, moves=moves)).token_ids[:2] == second * 2
 
 
 def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, config: EngineConfig) -> None:
@@ -149,7 +149,8 @@ def test_signals_for_the_worker_do_not_end_its_lanes(lanes: Lanes) -> None:
     for process in processes_of(lanes):
         for number in (signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
-    assert len(lanes.execute(make_plan(*[make_chunk(str(n), [1, 2, 3], blocks=(n,)) for n in range(8)]))) == 8
+    plan = make_plan(*[make_chunk(str(n), [1, 2, 3], blocks=(n,)) for n in range(8)])
+    assert len(lanes.execute(plan).token_ids) == 8
 
 
 def test_lanes_end_with_close_even_one_that_hangs(doomed: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from engine.detokenizer import Detokenizer
 from engine.echo import EchoRunner, echo_token, write_model
 from engine.loop import EngineLoop, EngineStoppedError
 from engine.request import Engine, Finish, Output, Request, Sampling
-from engine.step import Runner, StepPlan
+from engine.step import Runner, Sampled, StepPlan
 
 BOUND_S = 20.0
 """How long a test waits for what must happen."""
@@ -66,9 +66,9 @@ class ScriptRunner(EchoRunner):
             self.eos_ids = frozenset({eos_id})
         self.script = [*text.encode(), *self.eos_ids]
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Sampled:
         ends = [chunk.start + len(chunk.token_ids) for chunk in plan.chunks if chunk.sampling]
-        return [self.script[end - 1] for end in ends]
+        return Sampled([self.script[end - 1] for end in ends])
 
 
 class GateRunner(EchoRunner):
@@ -80,7 +80,7 @@ class GateRunner(EchoRunner):
         self.gate = threading.Semaphore(0)
         self.times_closed = 0
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Sampled:
         self.began.release()
         assert self.gate.acquire(timeout=BOUND_S)
         return super().execute(plan)
@@ -90,7 +90,7 @@ class GateRunner(EchoRunner):
 
 
 class BrokenRunner(GateRunner):
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Sampled:
         super().execute(plan)
         raise MemoryError("no memory left")
 

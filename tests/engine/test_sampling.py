@@ -19,13 +19,13 @@ def make_logits(rows: int = 1, *, vocabulary: int = VOCABULARY, seed: int = 0) -
 def draw(logits: torch.Tensor, count: int, **fields: Any) -> torch.Tensor:
     """`count` tokens from the same row of logits, under as many seeds."""
     samplings = [Sampling(max_tokens=1, **{"seed": seed} | fields) for seed in range(count)]
-    return sample(logits.expand(count, -1), samplings, [7] * count)
+    return torch.tensor(sample(logits.expand(count, -1), samplings, [7] * count).token_ids)
 
 
 def test_greedy_takes_the_first_of_the_likeliest() -> None:
     logits = torch.zeros(2, 5)
     logits[0, 3] = logits[0, 4] = 1.0
-    assert sample(logits, [Sampling(1, temperature=0.0)] * 2, [0, 0]).tolist() == [3, 0]
+    assert sample(logits, [Sampling(1, temperature=0.0)] * 2, [0, 0]).token_ids == [3, 0]
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,18 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
     rows = 25
     logits = make_logits(rows).to(torch.bfloat16)
     samplings = [Sampling(1, seed=row, **kinds[row % len(kinds)]) for row in range(rows)]
-    together = sample(logits, samplings, list(range(rows)))
-    alone = [sample(logits[row : row + 1], [samplings[row]], [row]).item() for row in range(rows)]
-    assert together.tolist() == alone
-    backwards = sample(logits.flip(0), samplings[::-1], list(range(rows))[::-1])
-    assert backwards.flip(0).tolist() == alone
+    together = sample(logits, samplings, list(range(rows))).token_ids
+    alone = [sample(logits[row : row + 1], [samplings[row]], [row]).token_ids[0] for row in range(rows)]
+    assert together == alone
+    backwards = sample(logits.flip(0), samplings[::-1], list(range(rows))[::-1]).token_ids
+    assert backwards[::-1] == alone
 
 
 def test_seed_and_position_name_the_draw() -> None:
     logits = make_logits().expand(3, -1)
     samplings = [Sampling(1, seed=2**63 - 1)] * 3
     first, again, later = (
-        sample(logits, samplings, positions).tolist() for positions in ([1, 2, 3], [1, 2, 3], [4, 5, 6])
+        sample(logits, samplings, positions).token_ids for positions in ([1, 2, 3], [1, 2, 3], [4, 5, 6])
     )
     assert first == again
     assert first != later
