@@ -1,8 +1,7 @@
-"""Jobs with several choices, and with logprobs, in a real worker: whole, charged alike everywhere, resumed exactly."""
+"""Jobs with several choices, and with logprobs, in a real worker: whole, and charged alike everywhere."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 from collections.abc import Iterator
@@ -14,10 +13,8 @@ from sqlalchemy import select
 from app import choices, dispatch, events, tables, usage
 from app.choices import Choice
 from app.settlements import usage_of
-from engine.echo import echo_token
 from tests.site import Site
-
-PROMPT_TOKENS = len("Once upon a time")
+from tests.stopping import PROMPT_TOKENS, lengths, seed_with
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +22,6 @@ def worker(site: Site) -> Iterator[subprocess.Popen[bytes]]:
     process = site.start_worker(echo_step_ms=5.0)
     yield process
     assert site.stop(process) == 0
-
-
-def lengths(seed: int, stop: str, count: int) -> list[int]:
-    """How many tokens each of the first choices has, when its text ends before a letter."""
-    return [
-        next(n for n in itertools.count(1) if echo_token(seed, PROMPT_TOKENS + n - 1, choice=choice) == ord(stop))
-        for choice in range(count)
-    ]
-
-
-def seed_with(stop: str, *bounds: tuple[int, int]) -> int:
-    """A seed of which each choice has so many tokens: at least, and at most."""
-    return next(
-        seed
-        for seed in itertools.count(1)
-        if all(least <= n <= most for n, (least, most) in zip(lengths(seed, stop, len(bounds)), bounds, strict=True))
-    )
 
 
 def result(site: Site, job_id: str) -> list[Choice]:
@@ -101,36 +81,3 @@ def test_one_that_came_to_its_end_waits_for_the_others(site: Site) -> None:
     ends = [data["index"] for data in told if data.get("finish_reason") == "stop"]
     assert ends == [1, 2, 0], "each choice tells its end with its last tokens"
     assert [data["index"] for data in told if data["index"] == 1] == [1]
-
-
-def test_a_killed_worker_leaves_each_choice_where_another_one_goes_on(site: Site) -> None:
-    """Of three choices one has ended before the kill; all tokens have their logprobs, shown once."""
-    seed = seed_with("q", (80, 200), (2, 8), (60, 200))
-    io = site.start_io()
-    first = site.start_worker(1, echo_step_ms=25.0)
-    (job_id,) = site.run(num_choices=3, max_tokens=150, seed=seed, stop=["q"], top_logprobs=2)
-    site.wait_for(lambda: len(site.log(job_id).token_ids) > 60)
-    first.kill()
-    first.wait()
-    before = {choice: site.log(job_id, choice).token_ids for choice in range(3)}
-    second = site.start_worker(2, echo_step_ms=2.0)
-    site.wait_until([job_id], "succeeded")
-    site.wait_until_settled()
-    for process in (io, second):
-        site.stop(process)
-
-    job, log = site.job(job_id), site.log(job_id)
-    assert job.attempt == 2 and log.numbers == list(range(1, len(log.numbers) + 1))
-    assert job.completion_tokens == sum(min(150, n) for n in lengths(seed, "q", 3))
-    for choice, whole in zip(result(site, job_id), [site.expected(job_id, each) for each in range(3)], strict=True):
-        own = site.log(job_id, choice.index)
-        assert own.token_ids == whole[: lengths(seed, "q", 3)[choice.index]]
-        assert before[choice.index] and own.token_ids[: len(before[choice.index])] == before[choice.index]
-        assert (choice.text, choice.finish_reason) == (
-            (bytes(own.token_ids[:-1]).decode(), "stop")
-            if own.token_ids[-1] == ord("q")
-            else (bytes(own.token_ids).decode(), "length")
-        )
-        assert choice.logprobs is not None
-        assert [ord(each.token) for each in choice.logprobs] == own.token_ids
-        assert {(each.logprob, each.top) for each in choice.logprobs} >= {(0.0, ((b"a", 0.0),))}
