@@ -26,7 +26,8 @@ class TokenCounts:
 
     def add(self, token_id: int) -> None:
         """A token was generated."""
-        self._counts[self._place(token_id)] += 1
+        place = self._place(token_id)  # first: the arrays may be new ones behind it
+        self._counts[place] += 1
 
     @property
     def ids(self) -> Ints:
