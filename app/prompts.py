@@ -61,6 +61,19 @@ class Prompts:
                 )
         return tuple(ids)
 
+    def of_word(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """How a word may be spelled within a text: at its start, and behind a space if that does not end alike.
+
+        Empty for a word that has no tokens.
+        """
+        bare = word.lstrip(" ") or word
+        start, behind_space = (
+            tuple(self._plain.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}")
+        )
+        if not start:
+            return ()
+        return (start,) if behind_space[-len(start) :] == start else (start, behind_space)
+
     def of_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The ids of a chat, rendered by the model's template with the assistant's turn opened.
 

@@ -21,6 +21,7 @@ from engine.garbage import collect_rarely
 from engine.limits import Limits
 from engine.request import Request, Sampling, Stats
 from engine.scheduler import Scheduler
+from engine.step import Sampled
 
 SIZES = (64, 256, 1024, 2048)
 WAITING = 4000
@@ -66,7 +67,7 @@ class Load:
         plan = self._scheduler.plan(self._now)
         planned = time.perf_counter()
         assert plan is not None
-        sampled = [1] * plan.num_sampling
+        sampled = Sampled([1] * plan.num_sampling)
         computed = time.perf_counter()
         self._scheduler.commit(plan, sampled, elapsed_ms=STEP_MS)
         self._now += STEP_MS / 1000

@@ -25,6 +25,7 @@ from engine.policies.fcfs import FirstComeFirstServed
 from engine.policies.ljf import LongestFirst
 from engine.request import Request, Sampling, Stats
 from engine.scheduler import Scheduler
+from engine.step import Sampled
 
 NUM_REQUESTS = 1000
 NUM_SLOTS = 16
@@ -76,7 +77,7 @@ def run_continuous(
         request = Request(str(index), prompt_ids=(0,), sampling=Sampling(max_tokens=length), expected_tokens=expected)
         scheduler.add(request)
     while plan := scheduler.plan():
-        scheduler.commit(plan, [0] * len(plan.chunks))
+        scheduler.commit(plan, Sampled([0] * len(plan.chunks)))
     return scheduler.stats()
 
 

@@ -40,6 +40,7 @@ def scheduler_for(runner: Runner, config: EngineConfig) -> Scheduler:
         num_blocks=runner.num_blocks,
         num_host_blocks=runner.num_host_blocks,
         context_length=runner.context_length,
+        vocab_size=runner.vocab_size,
         eos_ids=runner.eos_ids,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

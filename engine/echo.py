@@ -1,7 +1,12 @@
 """The engine's runner without a model: instant to load, deterministic, for tests, drills and load tests.
 
-A token depends on nothing but the request's seed and the token's position, so that a resumed request goes on exactly
-as it would have, on whichever worker. It is a letter or a space; no request ends before max_tokens or a stop string.
+A token depends on nothing but the request's seed, its choice and the token's position, so that a resumed request goes
+on exactly as it would have, on whichever worker. It is a letter or a space; no request ends before max_tokens, a stop
+string or one of its stop_ids.
+
+There are no logits: the token is certain, its log-probability 0 and no other is likely. So temperature, top_k, top_p,
+min_p, penalties, logit_bias, allowed_ids, bad_words, masks and grammar change nothing. All that ends a text is kept,
+min_tokens too: a stop token before it is a token with text.
 """
 
 from __future__ import annotations
@@ -13,11 +18,13 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.detokenizer import BYTE_ALPHABET
-from engine.step import StepPlan
+from engine.request import TokenLogprob
+from engine.step import Sampled, StepPlan
 
 CONTEXT_LENGTH = 8192
 """Positions of an echo sequence, prompt and output together."""
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 256 + len(_SPECIAL_TOKENS)
 _EOS = "<|im_end|>"
 _EOS_ID = 256 + _SPECIAL_TOKENS.index(_EOS)
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32 characters; words have five letters on average
@@ -42,25 +49,33 @@ class EchoRunner:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.context_length = CONTEXT_LENGTH
+        self.vocab_size = VOCAB_SIZE
         self.eos_ids = frozenset({_EOS_ID})
         self._step_s = step_ms / 1000
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Sampled:
         if self._step_s:
             time.sleep(self._step_s)
-        return [
-            echo_token(chunk.sampling.seed, chunk.start + len(chunk.token_ids))
-            for chunk in plan.chunks
-            if chunk.sampling is not None
-        ]
+        token_ids, logprobs = list[int](), dict[int, TokenLogprob]()
+        ends = (plan.starts + plan.counts).tolist()
+        for sampling, end in zip(plan.samplings, ends, strict=True):
+            if sampling is None:
+                continue
+            token_id = echo_token(sampling.seed, end, choice=sampling.choice)
+            if sampling.top_logprobs is not None:
+                top = ((token_id, 0.0),)[: sampling.top_logprobs]
+                logprobs[len(token_ids)] = TokenLogprob(token_id, 0.0, top)
+            token_ids.append(token_id)
+        return Sampled(token_ids, logprobs)
 
     def close(self) -> None:
         """Nothing to give back."""
 
 
-def echo_token(seed: int, position: int) -> int:
+def echo_token(seed: int, position: int, *, choice: int = 0) -> int:
     """The token id, a byte, that the echo model has at an absolute position."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 1) & (2**64 - 1)
+    mixed = seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + choice * 0xA0761D6478BD642F + 1
+    mixed &= 2**64 - 1
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
     return _LETTERS[mixed >> 59]
@@ -76,7 +91,7 @@ def write_model(model_dir: Path) -> None:
     config = {
         "model_type": "echo",
         "max_position_embeddings": CONTEXT_LENGTH,
-        "vocab_size": 256 + len(_SPECIAL_TOKENS),
+        "vocab_size": VOCAB_SIZE,
         "eos_token_id": _EOS_ID,
     }
     tokenizer_config = {"eos_token": _EOS}

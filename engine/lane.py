@@ -22,7 +22,7 @@ import torch
 from engine.errors import ModelError
 from engine.lanes import LaneError, Model
 from engine.runner import ModelRunner, choose_device
-from engine.step import Moves, StepPlan
+from engine.step import Moves, Sampled, StepPlan
 
 _prctl = ctypes.CDLL(None).prctl
 _PR_SET_PDEATHSIG = 1
@@ -57,6 +57,7 @@ def _describe(runner: ModelRunner, *, num_lanes: int) -> Model:
         num_blocks=runner.num_blocks,
         num_host_blocks=runner.num_host_blocks,
         context_length=runner.context_length,
+        vocab_size=runner.vocab_size,
         eos_ids=runner.eos_ids,
     )
 
@@ -100,7 +101,7 @@ def _serve(own: Connection, runner: ModelRunner) -> None:
             own.send(_answer(runner, own.recv()))
 
 
-def _answer(runner: ModelRunner, work: StepPlan | Moves) -> list[int] | LaneError:
+def _answer(runner: ModelRunner, work: StepPlan | Moves) -> Sampled | LaneError | None:
     try:
         if isinstance(work, StepPlan):
             return runner.execute(work)
@@ -108,7 +109,7 @@ def _answer(runner: ModelRunner, work: StepPlan | Moves) -> list[int] | LaneErro
     except Exception as error:
         traceback.print_exc()
         return LaneError(f"{type(error).__name__}: {error}")
-    return []
+    return None
 
 
 if __name__ == "__main__":

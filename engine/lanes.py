@@ -25,7 +25,8 @@ import psutil
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.step import StepPlan
+from engine.request import TokenLogprob
+from engine.step import Sampled, StepPlan
 
 MIN_LANE_TOKENS = 4
 """A further lane is used from so many tokens on for each: with fewer, reading the weights is all that a lane does."""
@@ -47,6 +48,7 @@ class Model:
     num_blocks: int
     num_host_blocks: int
     context_length: int
+    vocab_size: int
     eos_ids: frozenset[int]
 
 
@@ -74,10 +76,11 @@ class Lanes:
         self.num_blocks = model.num_blocks
         self.num_host_blocks = model.num_host_blocks
         self.context_length = model.context_length
+        self.vocab_size = model.vocab_size
         self.eos_ids = model.eos_ids
 
-    def execute(self, plan: StepPlan) -> list[int]:
-        """Move blocks, compute the step; one token id for each chunk that samples, in the plan's order.
+    def execute(self, plan: StepPlan) -> Sampled:
+        """Move blocks, compute the step, and sample behind each chunk that does.
 
         Raises LaneError; no step can be computed after that.
         """
@@ -88,11 +91,17 @@ class Lanes:
         shares = share(plan, len(self._connections))
         for lane, indices in enumerate(shares):
             self._send(lane, plan.take(indices))
-        token_of: dict[int, int] = {}
+        place_of = {chunk: place for place, chunk in enumerate(plan.sampling_chunks)}
+        token_ids = [0] * len(place_of)
+        logprobs, errors = dict[int, TokenLogprob](), dict[int, str]()
         for lane, indices in enumerate(shares):
-            sampling = [index for index in indices if plan.samplings[index] is not None]
-            token_of.update(zip(sampling, self._receive(lane), strict=True))
-        return [token_of[index] for index in sorted(token_of)]
+            places = [place_of[index] for index in indices if index in place_of]
+            part: Sampled = self._receive(lane)
+            for place, token_id in zip(places, part.token_ids, strict=True):
+                token_ids[place] = token_id
+            logprobs |= {places[own]: logprob for own, logprob in part.logprobs.items()}
+            errors |= {places[own]: error for own, error in part.errors.items()}
+        return Sampled(token_ids, logprobs, errors)
 
     def close(self) -> None:
         """End the lanes, in the middle of a step after 10 s at most. May be called twice."""

@@ -45,6 +45,8 @@ class Limits:
     """Slots: sequences in the running batch."""
     max_num_batched_tokens: int
     """Tokens computed in one step."""
+    vocab_size: int | None = None
+    """Token ids are below it; None: they are not looked at."""
     num_host_blocks: int = 0
     """Blocks of host memory to swap to."""
     step_budget_ms: float | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.detokenizer import Detokenizer, TextStream
-from engine.request import Finish, Output, Request, Stats
+from engine.request import Finish, Output, Request, Sampling, Stats
 from engine.scheduler import Scheduler
 from engine.step import Progress, Runner
 from engine.stops import StopMatcher
@@ -156,10 +156,10 @@ class EngineLoop:
 
     def _take(self, request: Request) -> Output | None:
         end = self._scheduler.add(request, time.monotonic())
-        self._transcripts[request.id] = transcript = _Transcript(self._detokenizer.stream(), request.sampling.stop)
+        self._transcripts[request.id] = transcript = _Transcript(self._detokenizer.stream(), request.sampling)
         resumed_ids = request.resumed_ids
         if end and end.finish is Finish.STOP:
-            resumed_ids = resumed_ids[:-1]  # the end-of-sequence token, which has no text
+            resumed_ids = resumed_ids[:-1]  # an end-of-sequence or stop token, which has no text
         transcript.push(resumed_ids)
         if end:
             return self._output(end)
@@ -192,8 +192,8 @@ class EngineLoop:
         plan = self._scheduler.plan(started)
         if plan is None:
             return []
-        sampled_ids = self._runner.execute(plan)
-        progress = self._scheduler.commit(plan, sampled_ids, elapsed_ms=1000 * (time.monotonic() - started))
+        sampled = self._runner.execute(plan)
+        progress = self._scheduler.commit(plan, sampled, elapsed_ms=1000 * (time.monotonic() - started))
         outputs = [self._output(gained) for gained in progress]
         with self._word:
             self._stats = self._scheduler.stats()
@@ -202,7 +202,7 @@ class EngineLoop:
     def _output(self, progress: Progress) -> Output:
         """The output for what the scheduler booked: text, and the end where a stop string appeared."""
         transcript = self._transcripts[progress.request_id]
-        # The scheduler's own STOP is the end-of-sequence token, which has no text.
+        # The scheduler's own STOP is an end-of-sequence or stop token, which has no text.
         text = "" if progress.finish is Finish.STOP else transcript.push(progress.token_ids)
         if progress.finish and progress.finish is not Finish.ERROR:
             text += transcript.flush()
@@ -226,6 +226,7 @@ class EngineLoop:
             step=self._scheduler.steps,
             finish=progress.finish,
             error=progress.error,
+            logprobs=progress.logprobs,
         )
 
     def _hand_over(self, outputs: list[Output], on_outputs: Callable[[Sequence[Output]], None]) -> None:
@@ -247,9 +248,11 @@ class EngineLoop:
 class _Transcript:
     """What one request has shown: a pure function of its tokens, so a resumed one goes on exactly where it was."""
 
-    def __init__(self, stream: TextStream, stops: tuple[str, ...]) -> None:
+    def __init__(self, stream: TextStream, sampling: Sampling) -> None:
         self._stream = stream
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(sampling.stop)
+        self._num_early = sampling.min_tokens  # tokens to come before one that may end the text
+        self._may_stop = not sampling.min_tokens  # whether the newest token may
 
     @property
     def is_stopped(self) -> bool:
@@ -257,8 +260,14 @@ class _Transcript:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that may be shown after these tokens."""
-        return self._stops.push(self._stream.push(token_ids))
+        early, token_ids = token_ids[: self._num_early], token_ids[self._num_early :]
+        self._num_early -= len(early)
+        text = self._stops.push(self._stream.push(early), may_stop=False) if early else ""
+        if not token_ids:
+            return text
+        self._may_stop = True
+        return text + self._stops.push(self._stream.push(token_ids))
 
     def flush(self) -> str:
         """The rest of the text; it may complete a stop string."""
-        return self._stops.push(self._stream.flush()) + self._stops.flush()
+        return self._stops.push(self._stream.flush(), may_stop=self._may_stop) + self._stops.flush()

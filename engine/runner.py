@@ -13,7 +13,7 @@ from engine.errors import ModelError
 from engine.models.load import load_model
 from engine.sampling import sample
 from engine.shape import Shape
-from engine.step import Moves, StepPlan
+from engine.step import Moves, Sampled, StepPlan
 
 BLOCK_SIZE = 32
 """Positions in a KV block."""
@@ -35,6 +35,7 @@ class ModelRunner:
         self._decoder, shape = model.decoder, model.decoder.shape
         self.num_blocks = _num_blocks(config, shape, dtype, self._device)
         self.context_length = min(shape.context_length, self.num_blocks * BLOCK_SIZE)
+        self.vocab_size = shape.vocab_size
         self.eos_ids = model.eos_ids
         self.num_host_blocks = int(config.kv_swap_gib * 2**30 // shape.kv_bytes(BLOCK_SIZE, dtype.itemsize))
         self._cache = KVCache(
@@ -49,20 +50,30 @@ class ModelRunner:
         self._decode_of = _decode_of(self._device)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[int]:
-        """Move blocks, compute the step; one token id for each chunk that samples, in the plan's order."""
+    def execute(self, plan: StepPlan) -> Sampled:
+        """Move blocks, compute the step, and sample behind each chunk that does."""
+        logits, chunks = self.logits(plan), plan.sampling_chunks
+        if not chunks:
+            return Sampled([])
+        return sample(
+            logits,
+            [sampling for sampling in plan.samplings if sampling is not None],
+            (plan.starts + plan.counts)[chunks].tolist(),
+            pasts={row: plan.pasts[chunk] for row, chunk in enumerate(chunks) if chunk in plan.pasts},
+            masks={row: plan.masks[chunk] for row, chunk in enumerate(chunks) if chunk in plan.masks},
+            eos_ids=self.eos_ids,
+        )
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Move blocks, compute the step: the logits [R, V] behind the chunks that sample, in the model's dtype."""
         self._cache.move(plan.moves)
         tokens = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
         positions = torch.from_numpy(plan.positions).to(self._device)
-        samples = np.array([sampling is not None for sampling in plan.samplings])
-        last_rows = torch.from_numpy(np.cumsum(plan.counts, dtype=np.int64)[samples] - 1).to(self._device)
+        ends = np.cumsum(plan.counts, dtype=np.int64)[plan.sampling_chunks]
+        last_rows = torch.from_numpy(ends - 1).to(self._device)
         attention = PagedAttention(self._cache, plan, self._decode_of)
-        logits = self._decoder.logits(tokens, positions, last_rows, attention)
-        samplings = [sampling for sampling in plan.samplings if sampling is not None]
-        if not samplings:
-            return []
-        token_ids: list[int] = sample(logits, samplings, (plan.starts + plan.counts)[samples].tolist()).tolist()
-        return token_ids
+        return self._decoder.logits(tokens, positions, last_rows, attention)
 
     def move(self, moves: Moves) -> None:
         """Move blocks, and nothing else."""

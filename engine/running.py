@@ -56,9 +56,11 @@ class Decodes:
     rows: npt.NDArray[np.int64]
     request_ids: tuple[str, ...]
     samplings: tuple[Sampling, ...]
+    with_past: tuple[int, ...]
+    """Those whose sampling asks for their past."""
 
 
-NO_DECODES = Decodes((), np.zeros(0, dtype=np.int64), (), ())
+NO_DECODES = Decodes((), np.zeros(0, dtype=np.int64), (), (), ())
 
 
 class RunningBatch:
@@ -102,11 +104,13 @@ class RunningBatch:
     def decodes(self) -> Decodes:
         if self._decodes is None:
             table, rows = self.table, self._decode_rows
+            samplings = tuple(table.samplings[rows].tolist())
             self._decodes = Decodes(
                 sequences=tuple(table.sequences[rows].tolist()),
                 rows=rows,
                 request_ids=tuple(table.request_ids[rows].tolist()),
-                samplings=tuple(table.samplings[rows].tolist()),
+                samplings=samplings,
+                with_past=tuple(index for index, sampling in enumerate(samplings) if sampling.needs_past),
             )
         return self._decodes
 
@@ -186,6 +190,10 @@ class RunningBatch:
         tokens = [np.array(piece.token_ids, dtype=np.int32) for piece in pieces]
         counts = np.ones(len(rows), dtype=np.int32)
         counts[len(decodes.rows) :] = [piece.count for piece in pieces]
+        pasts = {index: decodes.sequences[index].past for index in decodes.with_past}
+        for index, piece in enumerate(pieces, start=len(decodes.rows)):
+            if piece.sampling is not None and piece.sampling.needs_past:
+                pasts[index] = piece.sequence.past
         return StepPlan(
             number=number,
             block_size=self._limits.block_size,
@@ -197,6 +205,7 @@ class RunningBatch:
             token_ids=np.concatenate([self.table.last_ids[decodes.rows], *tokens]),
             tables=self.table.tables(rows),
             moves=self.memory.take_moves(),
+            pasts=pasts,
         )
 
     def commit_decodes(self, decodes: Decodes, sampled_ids: Items[int]) -> list[tuple[Sequence, int]]:

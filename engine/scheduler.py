@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from typing import TypeVar
 
 from engine.admission import Admission
 from engine.budget import Budget
@@ -21,14 +22,17 @@ from engine.lengths import Lengths
 from engine.limits import Limits, Preemption, Prefill
 from engine.policies import Policy
 from engine.policies.tiered import Tiered
-from engine.request import Finish, Request, Stats
+from engine.refusals import problem_of
+from engine.request import Finish, Request, Stats, TokenLogprob
 from engine.running import NO_DECODES, Decodes, Piece, RunningBatch
 from engine.sequence import Sequence, State
-from engine.step import Progress, StepPlan
+from engine.step import Progress, Sampled, StepPlan
 from engine.waiting import Turn, WaitingLine, Walk
 
 _SPARE_DEADLINES = 64
 """Deadlines of requests that ended, beyond one for each that lives, that are always tolerated."""
+
+_T = TypeVar("_T")
 
 
 class Scheduler:
@@ -116,10 +120,11 @@ class Scheduler:
         """
         if request.id in self._live:
             raise ValueError(f"request {request.id} is already in the engine")
-        if error := self._problem_of(request):
+        error = problem_of(request, context_length=self._context_length, vocab_size=self._limits.vocab_size)
+        if error:
             return Progress(request.id, finish=Finish.ERROR, error=error)
         sequence = self._sequence_of(request, now)
-        if request.resumed_ids and (finish := sequence.finish(self._limits.eos_ids)):
+        if request.resumed_ids and (finish := sequence.finish()):
             return Progress(request.id, finish=finish)  # earlier attempts had completed it
         if error := self._waiting.problem_of(len(request.prompt_ids)):
             return Progress(request.id, finish=Finish.ERROR, error=error)
@@ -168,15 +173,6 @@ class Scheduler:
         self._deadlines = [entry for entry in self._deadlines if self._is_live(entry[2], entry[1])]
         heapq.heapify(self._deadlines)
 
-    def _problem_of(self, request: Request) -> str | None:
-        """Why it cannot be computed."""
-        num_prompt = len(request.prompt_ids)
-        if not num_prompt:
-            return "The prompt has no tokens."
-        if num_prompt >= self._context_length:
-            return f"The prompt has {num_prompt} tokens; a context of {self._context_length} has no room to answer it."
-        return None
-
     def _sequence_of(self, request: Request, now: float) -> Sequence:
         self._arrivals += 1
         expected = request.expected_tokens
@@ -190,6 +186,7 @@ class Scheduler:
             place=self._policy.place(request, arrived_s=now, expected_tokens=expected),
             arrived_s=now,
             token_limit=min(len(request.prompt_ids) + request.sampling.max_tokens, self._context_length),
+            end_ids=request.sampling.end_ids(self._limits.eos_ids),
         )
 
     def _is_idle(self, sequence: Sequence) -> bool:
@@ -348,13 +345,14 @@ class Scheduler:
 
     # The results.
 
-    def commit(self, plan: StepPlan, sampled_ids: Items[int], *, elapsed_ms: float | None = None) -> list[Progress]:
-        """Book a computed step: one Progress for each request that gained a token, in the plan's order.
+    def commit(self, plan: StepPlan, sampled: Sampled, *, elapsed_ms: float | None = None) -> list[Progress]:
+        """Book a computed step: one Progress for each request that sampled, in the plan's order.
 
-        sampled_ids  one for each chunk that samples, in the plan's order; those of aborted requests are dropped
-        elapsed_ms   how long the step took, for the cost model to learn from
-        Raises ValueError where their number is wrong.
+        sampled     what came behind each chunk that samples; of aborted requests it is dropped
+        elapsed_ms  how long the step took, for the cost model to learn from
+        Raises ValueError where the number of tokens is wrong.
         """
+        sampled_ids = sampled.token_ids
         if len(sampled_ids) != plan.num_sampling:
             raise ValueError(f"step {plan.number} returned {len(sampled_ids)} tokens, not one for each sampling chunk")
         assert self._planned is not None, "nothing was planned"
@@ -368,7 +366,7 @@ class Scheduler:
         decoded = self._batch.commit_decodes(decodes, sampled_ids[:num_decodes])
         begun = self._commit_pieces(pieces, sampled_ids[num_decodes:])
         self._tell_policy([sequence for sequence, _ in decoded], pieces)
-        return self._append(decoded + begun)
+        return self._append(decoded + begun, _by_request(plan, sampled.logprobs), _by_request(plan, sampled.errors))
 
     def _commit_pieces(self, pieces: Items[Piece], sampled_ids: Items[int]) -> list[tuple[Sequence, int]]:
         """Who gained which token; those that were aborted meanwhile did not."""
@@ -402,22 +400,40 @@ class Scheduler:
         for queue, count in computed.items():
             self._policy.serve(one_of[queue].request, now=self._now, computed=count, generated=generated[queue])
 
-    def _append(self, gained: Items[tuple[Sequence, int]]) -> list[Progress]:
-        """Book tokens of sequences that decode. A thousand of them are seen at every step: few are called upon."""
-        self._generated_tokens += len(gained)
-        eos_ids, booked = self._limits.eos_ids, list[Progress]()
+    def _append(
+        self, gained: Items[tuple[Sequence, int]], logprobs: Mapping[str, TokenLogprob], errors: Mapping[str, str]
+    ) -> list[Progress]:
+        """Book tokens of sequences that decode. A thousand of them are seen at every step: few are called upon.
+
+        logprobs, errors  by request, of some
+        """
+        self._generated_tokens += len(gained) - len(errors)
+        booked = list[Progress]()
         for sequence, token_id in gained:
-            token_ids = sequence.token_ids
-            token_ids.append(token_id)
-            may_end = token_id in eos_ids or len(token_ids) >= sequence.token_limit
+            request_id = sequence.request.id
+            if request_id in errors:
+                self._end(sequence)
+                booked.append(Progress(request_id, finish=Finish.ERROR, error=errors[request_id]))
+                continue
+            sequence.append(token_id)
+            may_end = token_id in sequence.end_ids or len(sequence.token_ids) >= sequence.token_limit
             finish = self._finish(sequence) if may_end else None
-            booked.append(Progress(sequence.request.id, (token_id,), finish))
+            logprob = (logprobs[request_id],) if request_id in logprobs else ()
+            booked.append(Progress(request_id, (token_id,), finish, logprobs=logprob))
         return booked
 
     def _finish(self, sequence: Sequence) -> Finish | None:
         """End a sequence, if its newest token is its last."""
-        finish = sequence.finish(self._limits.eos_ids)
+        finish = sequence.finish()
         if finish:
             self._lengths.observe(sequence.request.kind, sequence.num_generated)
             self._end(sequence)
         return finish
+
+
+def _by_request(plan: StepPlan, by_place: Mapping[int, _T]) -> dict[str, _T]:
+    """What a step has sampled, by request in place of the place among the chunks that sample."""
+    if not by_place:
+        return {}
+    chunks = plan.sampling_chunks
+    return {plan.request_ids[chunks[place]]: value for place, value in by_place.items()}

@@ -13,7 +13,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+
+from engine.counts import TokenCounts
 from engine.request import Finish, Request
+from engine.step import Ints, Past
+
+_NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
 
 
 class State(Enum):
@@ -43,6 +49,8 @@ class Sequence:
     arrived_s: float
     token_limit: int
     """Tokens at which the line is full, the prompt included."""
+    end_ids: frozenset[int]
+    """Tokens that end it."""
     token_ids: list[int] = field(init=False)
     """Prompt, resumed tokens and generated tokens."""
     state: State = State.WAITING
@@ -65,8 +73,16 @@ class Sequence:
     num_preemptions: int = 0
     """How often a higher tier took its slot."""
 
+    _counts: TokenCounts | None = field(init=False, default=None)
+    """Where the sampler asks for them."""
+    _tail_length: int = field(init=False)
+
     def __post_init__(self) -> None:
-        self.token_ids = [*self.request.prompt_ids, *self.request.resumed_ids]
+        request = self.request
+        self.token_ids = [*request.prompt_ids, *request.resumed_ids]
+        self._tail_length = max((len(word) - 1 for word in request.sampling.bad_words), default=0)
+        if request.sampling.needs_counts:
+            self._counts = TokenCounts(request.prompt_ids, request.resumed_ids)
         self.num_seen = self.num_charged = len(self.token_ids) if self.request.resumed_ids else 0
 
     @property
@@ -83,9 +99,26 @@ class Sequence:
         """Whether this attempt has generated a token."""
         return self.num_generated > len(self.request.resumed_ids)
 
-    def finish(self, eos_ids: frozenset[int]) -> Finish | None:
+    @property
+    def past(self) -> Past:
+        """What the sampler asks to know of its tokens."""
+        counts = self._counts
+        return Past(
+            num_generated=self.num_generated,
+            tail=tuple(self.token_ids[-self._tail_length :]) if self._tail_length else (),
+            token_ids=counts.ids if counts else _NO_TOKENS,
+            counts=counts.counts if counts else _NO_TOKENS,
+        )
+
+    def append(self, token_id: int) -> None:
+        """A token was generated."""
+        self.token_ids.append(token_id)
+        if self._counts is not None:
+            self._counts.add(token_id)
+
+    def finish(self) -> Finish | None:
         """Why it ends with its newest token, if it does."""
-        if self.token_ids[-1] in eos_ids and not self.request.sampling.ignore_eos:
+        if self.token_ids[-1] in self.end_ids and self.num_generated > self.request.sampling.min_tokens:
             return Finish.STOP
         return Finish.LENGTH if self.num_tokens >= self.token_limit else None
 

@@ -17,7 +17,7 @@ from engine.cost import Coefficients, Work
 from engine.report import Report, StepRecord, Trace
 from engine.request import Request
 from engine.scheduler import Scheduler
-from engine.step import Progress, StepPlan
+from engine.step import Progress, Sampled, StepPlan
 
 TOKEN = 1
 """What every step samples: outputs end by their number of tokens."""
@@ -156,7 +156,7 @@ class Simulation:
         plan, worker.plan = worker.plan, None
         assert plan is not None
         took_s = now - worker.began_s
-        gained = worker.scheduler.commit(plan, [TOKEN] * plan.num_sampling, elapsed_ms=1000 * took_s)
+        gained = worker.scheduler.commit(plan, Sampled([TOKEN] * plan.num_sampling), elapsed_ms=1000 * took_s)
         self._report.steps.append(
             StepRecord(
                 worker.number,

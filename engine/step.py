@@ -7,14 +7,14 @@ Letters in shapes: C chunks, T tokens, W blocks of the longest table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import Finish, Sampling
+from engine.request import Finish, Sampling, TokenLogprob
 
 Ints = npt.NDArray[np.int32]
 
@@ -53,6 +53,20 @@ NO_MOVES = Moves()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Past:
+    """What a sampler must know of a sequence's tokens, where the sampling asks for it."""
+
+    num_generated: int
+    """Tokens generated so far, over all attempts."""
+    tail: tuple[int, ...]
+    """The newest tokens, the prompt's too: as many as the longest bad word has before its last."""
+    token_ids: Ints
+    """[U] Different tokens of the line, where they are counted; in any order."""
+    counts: Ints
+    """[U] How often each was generated; 0 for those of the prompt alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One forward pass. Decodes come first, then prefill pieces."""
 
@@ -76,6 +90,11 @@ class StepPlan:
     """[C, W] Block tables: position p of a chunk's sequence lies in tables[chunk, p // block_size], at p % block_size.
     Behind a sequence's last block there may be anything."""
     moves: Moves = NO_MOVES
+    pasts: Mapping[int, Past] = field(default_factory=dict)
+    """By chunk, for those that sample and whose sampling needs it."""
+    masks: Mapping[int, Ints] = field(default_factory=dict)
+    """By chunk, for some of those that sample, [ceil(vocabulary / 32)]: bit t % 32 of word t // 32 says whether token t
+    may come. Beside what the sampling says itself; a scheduler makes none."""
 
     def __post_init__(self) -> None:
         for array in (self.starts, self.counts, self.token_ids, self.tables):
@@ -96,6 +115,12 @@ class StepPlan:
         begins = np.cumsum(self.counts, dtype=np.int64) - self.counts
         positions: npt.NDArray[np.int64] = np.arange(len(self.token_ids)) + np.repeat(self.starts - begins, self.counts)
         return positions
+
+    @property
+    def sampling_chunks(self) -> list[int]:
+        """[R] The chunks that sample."""
+        behind = range(self.num_decodes, len(self))
+        return [*range(self.num_decodes), *(chunk for chunk in behind if self.samplings[chunk] is not None)]
 
     @property
     def num_sampling(self) -> int:
@@ -135,7 +160,19 @@ class StepPlan:
             counts=self.counts[rows],
             token_ids=np.concatenate([self.token_ids[decodes], *tokens]),
             tables=self.tables[rows],
+            pasts=_renumbered(self.pasts, indices),
+            masks=_renumbered(self.masks, indices),
         )
+
+
+_T = TypeVar("_T")
+
+
+def _renumbered(by_chunk: Mapping[int, _T], indices: Sequence[int]) -> dict[int, _T]:
+    """What belongs to these chunks, by their place among them."""
+    if not by_chunk:
+        return {}
+    return {place: by_chunk[index] for place, index in enumerate(indices) if index in by_chunk}
 
 
 def pack(number: int, chunks: Sequence[Chunk], *, block_size: int, moves: Moves = NO_MOVES) -> StepPlan:
@@ -161,6 +198,24 @@ def pack(number: int, chunks: Sequence[Chunk], *, block_size: int, moves: Moves 
     )
 
 
+class Sampled(NamedTuple):
+    """What a step has sampled, in the order of the plan's chunks that sample."""
+
+    token_ids: list[int]
+    """[R]"""
+    logprobs: Mapping[int, TokenLogprob] = {}
+    """By place in token_ids, for those that asked for them."""
+    errors: Mapping[int, str] = {}
+    """By place in token_ids, where no token could be chosen: why, in one sentence. The token id there means nothing."""
+
+
+class Masks(Protocol):
+    """Knows which tokens may come next, by a grammar for instance, and is asked before each step."""
+
+    def masks(self, plan: StepPlan) -> Mapping[int, Ints]:
+        """As StepPlan.masks has them."""
+
+
 class Progress(NamedTuple):
     """What one step, or nothing but its arrival or the passing of time, did for one request."""
 
@@ -170,6 +225,8 @@ class Progress(NamedTuple):
     finish: Finish | None = None
     error: str | None = None
     """One sentence, with Finish.ERROR."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of token_ids, where the request asks for them."""
 
 
 class Runner(Protocol):
@@ -183,9 +240,11 @@ class Runner(Protocol):
     """Blocks of host memory that KV blocks can be swapped to; 0: none."""
     context_length: int
     """Positions a sequence may have, prompt and output together."""
+    vocab_size: int
+    """Token ids are below it."""
     eos_ids: frozenset[int]
 
-    def execute(self, plan: StepPlan) -> list[int]:
-        """Move blocks, compute the step; one token id for each chunk that samples, in the plan's order."""
+    def execute(self, plan: StepPlan) -> Sampled:
+        """Move blocks, compute the step, and sample behind each chunk that does."""
 
     def close(self) -> None: ...

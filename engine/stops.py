@@ -19,8 +19,8 @@ class StopMatcher:
         self._matched = [0] * len(stops)  # for each stop string, how much of its beginning ends the text so far
         self._held = ""
 
-    def push(self, text: str) -> str:
-        """What may be shown after this much more text."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """What may be shown after this much more text. Unless it may stop, what is complete with it does not count."""
         if self.is_stopped:
             return ""
         if not self._stops:
@@ -28,7 +28,7 @@ class StopMatcher:
         text = self._held + text
         for end in range(len(self._held), len(text)):
             longest_found = self._advance(text[end])
-            if longest_found:
+            if longest_found and may_stop:
                 self.is_stopped = True
                 self._held = ""
                 return text[: end + 1 - longest_found]
@@ -52,6 +52,7 @@ class StopMatcher:
                 matched += 1
             if matched == len(stop):
                 longest_found = max(longest_found, matched)
+                matched = self._borders[index][-1]
             self._matched[index] = matched
         return longest_found
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -22,9 +23,10 @@ from engine.lanes import MIN_LANE_TOKENS, LaneError, Lanes, share
 from engine.models.load import find_verdict
 from engine.request import Sampling
 from engine.runner import BLOCK_SIZE, ModelRunner
-from engine.step import Chunk, Moves, StepPlan, pack
+from engine.step import Chunk, Moves, Past, StepPlan, pack
 
 GREEDY = Sampling(max_tokens=1, temperature=0.0)
+EMPTY = np.zeros(0, dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +119,25 @@ def expect_tokens_of_one_process(count: int, config: EngineConfig) -> None:
                 blocks=(2 * name, 2 * name + 1),
                 temperature=name % 2,
                 seed=name,
+                min_tokens=3,
+                top_logprobs=name % 3 or None,
             )
             for name in names
         ]
-        sampled = alone.execute(make_plan(*chunks))
-        assert lanes.execute(make_plan(*chunks)) == sampled
-        for name, token_id in zip(names, sampled, strict=True):
+        # What belongs to single chunks finds them again: of the last one nothing may come, of others what a mask says.
+        pasts = {index: Past(0, (), EMPTY, EMPTY) for index in range(len(chunks))}
+        masks = {index: np.full(10, 1 << index, dtype=np.int32) for index in range(0, len(chunks) - 1, 3)}
+        plan = replace(make_plan(*chunks), pasts=pasts, masks=masks | {len(chunks) - 1: np.zeros(10, dtype=np.int32)})
+        sampled = alone.execute(plan)
+        of_lanes = lanes.execute(plan)
+        assert (of_lanes.token_ids, of_lanes.errors) == (sampled.token_ids, sampled.errors)
+        assert {place: logprob.token_id for place, logprob in of_lanes.logprobs.items()} == {
+            place: logprob.token_id for place, logprob in sampled.logprobs.items()
+        }
+        assert sampled.errors.keys() == {len(chunks) - 1}
+        assert sampled.logprobs.keys() == {place for place, name in enumerate(names) if name % 3}
+        assert all(sampled.token_ids[index] % 32 == index for index in masks)
+        for name, token_id in zip(names, sampled.token_ids, strict=True):
             computed[name] = len(tokens[name])
             tokens[name].append(token_id)
     lanes.close()
@@ -130,13 +145,13 @@ def expect_tokens_of_one_process(count: int, config: EngineConfig) -> None:
 
 def test_blocks_are_moved_for_all_lanes(lanes: Lanes) -> None:
     prompt, mates = list(range(50, 70)), range(1, 9)
-    first = lanes.execute(make_plan(make_chunk("a", prompt, blocks=(0,))))
+    first = lanes.execute(make_plan(make_chunk("a", prompt, blocks=(0,)))).token_ids
     decode = make_chunk("a", first, start=20, blocks=(0,))
-    second = lanes.execute(make_plan(decode))
+    second = lanes.execute(make_plan(decode)).token_ids
     moves = Moves(swaps_out=((0, 3),), copies=((0, 20),), swaps_in=((3, 21),))
     others = [make_chunk(str(mate), [7, 8], blocks=(mate,)) for mate in mates]
     moved = [replace(decode, block_ids=(block,)) for block in (20, 21)]
-    assert lanes.execute(make_plan(*moved, *others, moves=moves))[:2] == second * 2
+    assert lanes.execute(make_plan(*moved, *others, moves=moves)).token_ids[:2] == second * 2
 
 
 def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, config: EngineConfig) -> None:
@@ -165,7 +180,8 @@ def test_signals_for_the_worker_do_not_end_its_lanes(lanes: Lanes) -> None:
     for process in processes_of(lanes):
         for number in (signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
-    assert len(lanes.execute(make_plan(*[make_chunk(str(n), [1, 2, 3], blocks=(n,)) for n in range(8)]))) == 8
+    plan = make_plan(*[make_chunk(str(n), [1, 2, 3], blocks=(n,)) for n in range(8)])
+    assert len(lanes.execute(plan).token_ids) == 8
 
 
 def test_lanes_end_with_close_even_one_that_hangs(doomed: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from engine.report import Report
 from engine.request import Request, Sampling
 from engine.scheduler import Scheduler
 from engine.sim import Arrival, Simulation
+from engine.step import Sampled
 
 COST = Coefficients(step=4.0, row=0.05, prefill_token=0.05, prefill_pair=1e-6, kv_position=1e-4)
 SLOTS, CONTEXT = 8, 512
@@ -92,7 +93,7 @@ def step(scheduler: Scheduler, now: float) -> float:
     """One step of 10 ms; the time after it."""
     plan = scheduler.plan(now)
     if plan is not None:
-        scheduler.commit(plan, [1] * plan.num_sampling, elapsed_ms=10.0)
+        scheduler.commit(plan, Sampled([1] * plan.num_sampling), elapsed_ms=10.0)
         scheduler.check()
     return now + 0.01
 
@@ -122,7 +123,7 @@ def test_between_backlogged_tenants_service_stays_within_the_bound(policy: str, 
                 request = requests[chunk.request_id]
                 if chunk.start < len(request.prompt_ids):
                     served[request.tenant] += PREFILLED_COST * len(chunk.token_ids)
-            for progress in scheduler.commit(plan, [1] * plan.num_sampling):
+            for progress in scheduler.commit(plan, Sampled([1] * plan.num_sampling)):
                 tenant = requests[progress.request_id].tenant
                 served[tenant] += GENERATED_COST
                 seen[tenant] += 1
@@ -176,7 +177,7 @@ def test_a_backlogged_tier_gets_its_floor(
             by_rank: Counter[int] = Counter()
             for request_id, count in zip(plan.request_ids, plan.counts.tolist(), strict=True):
                 by_rank[requests[request_id].rank] += count
-            scheduler.commit(plan, [1] * plan.num_sampling)
+            scheduler.commit(plan, Sampled([1] * plan.num_sampling))
             now += 0.02
             recent.append((now, by_rank))
             total += by_rank
@@ -231,7 +232,7 @@ def test_a_policy_of_ones_own_is_a_class_with_one_method() -> None:
     order = []
     while plan := scheduler.plan():
         order += plan.request_ids
-        scheduler.commit(plan, [1] * plan.num_sampling)
+        scheduler.commit(plan, Sampled([1] * plan.num_sampling))
     assert order == ["short", "middle", "long"]
 
 

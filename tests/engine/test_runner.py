@@ -41,19 +41,22 @@ def test_tokens_come_in_the_plans_order_from_chunks_that_sample(runner: ModelRun
         make_chunk(str(index), prompt, blocks=(2 * index, 2 * index + 1), sampling=None if index == 2 else GREEDY)
         for index, prompt in enumerate(prompts)
     ]
-    alone = [runner.execute(pack(1, (chunk,), block_size=BLOCK_SIZE)) for chunk in chunks]
+    alone = [runner.execute(pack(1, (chunk,), block_size=BLOCK_SIZE)).token_ids for chunk in chunks]
     assert alone[2] == []
-    together = runner.execute(pack(2, tuple(chunks), block_size=BLOCK_SIZE))
+    together = runner.execute(pack(2, tuple(chunks), block_size=BLOCK_SIZE)).token_ids
     assert together == [token for tokens in alone for token in tokens]
     assert len(set(together)) > 1
 
 
 def test_a_preempted_sequence_computed_again_elsewhere_goes_on_the_same(runner: ModelRunner) -> None:
     prompt = list(range(50, 90))
-    first = runner.execute(pack(1, (make_chunk("a", prompt, blocks=(0, 1)),), block_size=BLOCK_SIZE))
-    second = runner.execute(pack(2, (make_chunk("a", first, start=40, blocks=(0, 1)),), block_size=BLOCK_SIZE))
-    again = make_chunk("a", prompt + first, blocks=(7, 3))
-    assert runner.execute(pack(3, (again,), block_size=BLOCK_SIZE)) == second
+
+    def run(*chunk: Chunk) -> list[int]:
+        return runner.execute(pack(1, chunk, block_size=BLOCK_SIZE)).token_ids
+
+    first = run(make_chunk("a", prompt, blocks=(0, 1)))
+    second = run(make_chunk("a", first, start=40, blocks=(0, 1)))
+    assert run(make_chunk("a", prompt + first, blocks=(7, 3))) == second
 
 
 def test_the_pool_is_as_large_as_its_memory(llama_dir: Path) -> None:
@@ -76,13 +79,13 @@ def test_a_token_does_not_depend_on_its_neighbours(runner: ModelRunner) -> None:
     sampled = dataclasses.replace(GREEDY, temperature=1.0, seed=11)
     prompt = [draw.randrange(300) for _ in range(20)]
     me = make_chunk("me", prompt, blocks=(0,), sampling=sampled)
-    alone = runner.execute(pack(1, (me,), block_size=BLOCK_SIZE))
+    alone = runner.execute(pack(1, (me,), block_size=BLOCK_SIZE)).token_ids
     for number in range(2, 8):
         mates = [
             make_chunk(str(index), [draw.randrange(300) for _ in range(draw.randint(2, 30))], blocks=(index,))
             for index in range(1, number)
         ]
-        assert runner.execute(pack(number, (*mates, me), block_size=BLOCK_SIZE))[-1:] == alone
+        assert runner.execute(pack(number, (*mates, me), block_size=BLOCK_SIZE)).token_ids[-1:] == alone
 
 
 def test_auto_is_a_dtype_that_this_machine_multiplies(llama_dir: Path) -> None:

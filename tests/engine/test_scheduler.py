@@ -25,7 +25,7 @@ from engine.policies.tiered import Tiered
 from engine.request import Finish, Request, Sampling
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as TokenLine
-from engine.step import Moves, Progress, StepPlan
+from engine.step import Moves, Progress, Sampled, StepPlan
 from engine.waiting import MAX_PASSED_BY
 
 EOS = 0
@@ -64,16 +64,17 @@ class CacheModel:
             if token_id is not None:
                 self.cache[block, offset] = token_id
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Sampled:
         self._move(plan.moves)
         for chunk in plan.chunks:
             for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
                 self.cache[self._place(chunk.block_ids, position)] = token_id
-        return [
+        token_ids = [
             next_token([self.cache[self._place(chunk.block_ids, p)] for p in range(chunk.start + len(chunk.token_ids))])
             for chunk in plan.chunks
             if chunk.sampling is not None
         ]
+        return Sampled(token_ids)
 
     def _place(self, block_ids: tuple[int, ...], position: int) -> tuple[int, int]:
         return block_ids[position // self.block_size], position % self.block_size
@@ -451,7 +452,7 @@ def test_a_step_with_a_wrong_number_of_tokens_is_refused() -> None:
     plan = bench.scheduler.plan()
     assert plan is not None
     with pytest.raises(ValueError, match="step 1 returned 2 tokens"):
-        bench.scheduler.commit(plan, [1, 2])
+        bench.scheduler.commit(plan, Sampled([1, 2]))
 
 
 @pytest.mark.parametrize(("slots", "budget"), [(0, 8), (8, 7)])
@@ -696,10 +697,10 @@ def test_a_prompt_that_was_preempted_midway_is_charged_once(preemption: Preempti
         for _ in range(2):
             plan = scheduler.plan()
             assert plan is not None
-            scheduler.commit(plan, [1] * plan.num_sampling)
+            scheduler.commit(plan, Sampled([1] * plan.num_sampling))
         scheduler.add(Request(f"paid{number}", (1, 2), Sampling(1, ignore_eos=True), tenant="other"))
     while plan := scheduler.plan():
-        scheduler.commit(plan, [1] * plan.num_sampling)
+        scheduler.commit(plan, Sampled([1] * plan.num_sampling))
     joins = 1 + scheduler.stats().preemptions
     assert joins > 1 and 100 <= policy.prefilled["long"] <= 100 + joins
 
@@ -711,7 +712,7 @@ def test_the_length_of_an_output_that_a_stop_string_ended_is_learned() -> None:
         for _ in range(3):
             plan = bench.scheduler.plan()
             assert plan is not None
-            bench.scheduler.commit(plan, [1] * plan.num_sampling)
+            bench.scheduler.commit(plan, Sampled([1] * plan.num_sampling))
         bench.scheduler.stop(f"{number}")
     bench.scheduler.check()
     assert bench.scheduler.stats().running == 0
