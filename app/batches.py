@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 
 from app import db, files, jobs, moves, submissions, webhooks
 from app.addresses import check_url
+from app.bodies import Body
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
 from app.events import Event
 from app.ids import new_id
@@ -65,7 +66,7 @@ class Counts:
 # ---- the client's side
 
 
-class Request(submissions.Body):
+class Request(Body):
     """The body of POST /v1/batches."""
 
     input_file_id: str

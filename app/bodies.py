@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from app.errors import InvalidRequest, MalformedBody, PayloadTooLarge
 
 MAX_DEPTH = 32
@@ -28,6 +30,22 @@ _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 """What Postgres and UTF-8 refuse: NUL and lone surrogates."""
 _SUSPECT = re.compile(r"\\u|[0-9][eE]|[0-9]{21}|NaN|Infinity")
 """Without one of these a JSON text holds nothing unholdable; to walk through it takes as long as to parse it."""
+
+
+class Body(BaseModel):
+    """Unknown fields are refused, and nothing is converted: true is no integer, "5" no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def text_or_list(value: Any) -> str | None:
+    """Which member of a union of a string and a list the client meant."""
+    match value:
+        case str():
+            return "text"
+        case list() | tuple():
+            return "list"
+    return None
 
 
 def parse_object(raw: bytes, *, max_bytes: int) -> dict[str, Any]:

@@ -6,14 +6,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from app import tables
-from app.events import Event
+from app.events import TOKENS, Event
 from app.moves import TERMINAL, Move, Status, is_among, lock_where, move
 from app.tables import Job
 from app.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A choice of a job, as far as it came."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    """Set once it has ended; others may go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +36,8 @@ class Claim:
     last_event: int
     """The number of the event that announced the attempt."""
     prompt_ids: tuple[int, ...]
-    resumed_ids: tuple[int, ...]
-    """Tokens that earlier attempts persisted."""
+    begun: tuple[Begun, ...]
+    """What earlier attempts persisted of each choice."""
     sampling: Mapping[str, Any]
     deadline_s: float
     """Seconds from the claim until the job expires."""
@@ -46,8 +55,7 @@ class Finished:
     attempt: int
     status: Status
     finish_reason: str | None = None
-    token_ids: tuple[int, ...] = ()
-    """Generated since the last persisted event, without text of their own."""
+    """Of the first choice."""
     error: Mapping[str, str] | None = None
 
 
@@ -66,12 +74,12 @@ def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> 
     jobs = lock_where(session, is_among(dispatch_numbers), Job.status == "queued", skip_locked=True)
     begun = [Move(job.id, owner=owner, claimed_number=dispatch_numbers[job.id]) for job in jobs]
     numbers = {event.job_id: event.number for event in move(session, begun, Status.RUNNING)}
-    resumed = _tokens_of(session, [job.id for job in jobs if job.attempt > 0])
+    begun_before = _begun(session, [job.id for job in jobs if job.attempt > 0])
     left_s = func.extract("epoch", Job.deadline_at - tables.NOW)
     rows = session.execute(
         select(
             *(Job.id, Job.tenant_id, Job.tier, Job.attempt, Job.prompt_ids, Job.sampling, Job.counter),
-            *(left_s.label("left_s"), tables.Tenant.weight),
+            *(Job.num_choices, left_s.label("left_s"), tables.Tenant.weight),
         )
         .join(tables.Tenant, tables.Tenant.id == Job.tenant_id)
         .where(is_among(numbers))
@@ -85,7 +93,7 @@ def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> 
             attempt=row.attempt,
             last_event=numbers[row.id],
             prompt_ids=tuple(row.prompt_ids),
-            resumed_ids=tuple(resumed.get(row.id, ())),
+            begun=tuple(begun_before.get((row.id, index), _NOTHING) for index in range(row.num_choices)),
             sampling=row.sampling,
             deadline_s=float(row.left_s),
             weight=row.weight,
@@ -103,19 +111,24 @@ def started_events(claims: Sequence[Claim]) -> list[Event]:
     ]
 
 
-def _tokens_of(session: Session, job_ids: Collection[str]) -> dict[str, list[int]]:
-    """The persisted tokens of each job, in order."""
-    tokens: dict[str, list[int]] = {}
+_NOTHING = Begun()
+
+
+def _begun(session: Session, job_ids: Collection[str]) -> dict[tuple[str, int], Begun]:
+    """What is persisted of the jobs' choices, by job id and index."""
+    begun: dict[tuple[str, int], Begun] = {}
     if not job_ids:
-        return tokens
+        return begun
+    event = tables.Event
     rows = session.execute(
-        select(tables.Event.job_id, tables.Event.token_ids)
-        .where(tables.Event.job_id.in_(job_ids), tables.Event.token_ids.is_not(None))
-        .order_by(tables.Event.job_id, tables.Event.number)
+        select(event.job_id, event.choice, event.token_ids, event.data["finish_reason"].as_string())
+        .where(event.job_id.in_(job_ids), event.kind == TOKENS)
+        .order_by(event.job_id, event.number)
     )
-    for job_id, token_ids in rows:
-        tokens.setdefault(job_id, []).extend(token_ids or ())
-    return tokens
+    for job_id, choice, token_ids, finish_reason in rows:
+        before = begun.get((job_id, choice), _NOTHING)
+        begun[job_id, choice] = Begun((*before.token_ids, *(token_ids or ())), finish_reason)
+    return begun
 
 
 def finish(session: Session, owner: str, finished: Sequence[Finished]) -> list[Event]:
@@ -123,25 +136,12 @@ def finish(session: Session, owner: str, finished: Sequence[Finished]) -> list[E
     by_id = {end.job_id: end for end in finished}
     held = lock_where(session, is_among(by_id), Job.status == "running", Job.owner == owner)
     ends = [by_id[job.id] for job in held if job.attempt == by_id[job.id].attempt]
-    _append_last_tokens(session, [end for end in ends if end.token_ids])
     moved: list[Event] = []
     for status in TERMINAL:
         ending = [end for end in ends if end.status is status]
         moves = [Move(end.job_id, finish_reason=end.finish_reason, error=end.error) for end in ending]
         moved += move(session, moves, status)
     return moved
-
-
-def _append_last_tokens(session: Session, ends: Sequence[Finished]) -> None:
-    """Keep last tokens, which have no text of their own, with the job's last event: charged is what is kept."""
-    for end in ends:
-        last = select(func.max(tables.Event.number)).where(tables.Event.job_id == end.job_id).scalar_subquery()
-        session.execute(
-            update(tables.Event)
-            .where(tables.Event.job_id == end.job_id, tables.Event.number == last)
-            .values(token_ids=func.coalesce(tables.Event.token_ids, text("'{}'::int[]")).op("||")(list(end.token_ids)))
-            .execution_options(synchronize_session=False)
-        )
 
 
 def hand_back(session: Session, owner: str, job_ids: Collection[str]) -> list[Event]:

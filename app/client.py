@@ -50,10 +50,26 @@ class Usage(TypedDict):
     total_tokens: int
 
 
+class Likely(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Likely):
+    top_logprobs: list[Likely]
+
+
+class Logprobs(TypedDict):
+    content: list[TokenLogprob]
+
+
 class Choice(TypedDict):
     index: int
     text: str
     finish_reason: str | None
+    logprobs: NotRequired[Logprobs]
+    """Where the job asked for them, of a job that is read alone."""
 
 
 class Output(TypedDict):

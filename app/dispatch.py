@@ -113,7 +113,8 @@ class _Window:
     """What may be at the broker at this moment."""
 
     free_slots: int
-    """Places that ready workers could fill now. Counted from the jobs themselves: a report would be late."""
+    """Places that ready workers could fill now: each choice of a job fills one. Counted from the jobs themselves: a
+    report would be late."""
     max_per_task: int
     """Jobs in one message: at most a quarter of a worker's slots, so that the last one taken hardly overfills it."""
     at_broker: Mapping[Tier, int]
@@ -126,12 +127,12 @@ _WINDOW = text(
     """
     select free_slots, most_slots, at_broker from (
         select coalesce(sum(greatest(slots - (
-            select count(*) from jobs where owner = workers.id and status = 'running'
+            select coalesce(sum(num_choices), 0) from jobs where owner = workers.id and status = 'running'
         ), 0)), 0) as free_slots, coalesce(max(slots), 0) as most_slots
         from workers where model = :model and not dead and ready
     ) as places cross join (
         select coalesce(jsonb_object_agg(tier, count), '{}') as at_broker from (
-            select tier, count(*) from jobs
+            select tier, sum(num_choices) as count from jobs
             where model = :model and status = 'queued' and dispatch_number is not null
             group by tier
         ) as sent

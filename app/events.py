@@ -22,7 +22,7 @@ import redis
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from app import tables
+from app import logprobs, tables
 from app.db import Database
 
 logger = logging.getLogger(__name__)
@@ -63,21 +63,41 @@ class Delta:
     """The event number that it shall have: the one after the last that this attempt knows of."""
     text: str
     token_ids: tuple[int, ...]
+    choice: int = 0
+    """The index of the job's choice that they belong to."""
+    finish_reason: str | None = None
+    """With the last tokens of a choice."""
+    logprobs: bytes | None = None
+    """Of each token, packed, where the job wants them."""
 
 
 def shown(row: tables.Event) -> Event:
     """The event as clients see it: text of tokens, data of everything else; never token ids."""
-    data = {"index": 0, "text": row.text or ""} if row.kind == TOKENS else dict(row.data or {})
+    data = dict(row.data or {})
+    if row.kind == TOKENS:
+        data = _tokens(row.choice, row.text or "", data.get("finish_reason"), row.logprobs)
     return Event(job_id=row.job_id, number=row.number, kind=row.kind, data=data)
+
+
+def _tokens(choice: int, text: str, finish_reason: str | None, packed: bytes | None) -> dict[str, Any]:
+    """The data of tokens."""
+    data: dict[str, Any] = {"index": choice, "text": text}
+    if finish_reason is not None:
+        data["finish_reason"] = finish_reason
+    if packed is not None:
+        data["logprobs"] = logprobs.chat_shape(logprobs.unpack(packed))
+    return data
 
 
 _APPEND = text(
     """
-    insert into events (job_id, number, kind, text, token_ids)
-    select v.job_id, v.number, 'tokens', v.text, string_to_array(v.token_ids, ',')::int[]
-    from unnest(cast(:job_ids as text[]), cast(:attempts as int[]), cast(:numbers as int[]),
-                cast(:texts as bytea[]), cast(:token_ids as text[]))
-         as v (job_id, attempt, number, text, token_ids)
+    insert into events (job_id, number, kind, choice, text, token_ids, data, logprobs)
+    select v.job_id, v.number, 'tokens', v.choice, v.text, string_to_array(v.token_ids, ',')::int[],
+        case when v.finish_reason is not null then jsonb_build_object('finish_reason', v.finish_reason) end, v.logprobs
+    from unnest(cast(:job_ids as text[]), cast(:attempts as int[]), cast(:numbers as int[]), cast(:choices as int[]),
+                cast(:texts as bytea[]), cast(:token_ids as text[]), cast(:finish_reasons as text[]),
+                cast(:logprobs as bytea[]))
+         as v (job_id, attempt, number, choice, text, token_ids, finish_reason, logprobs)
     join jobs on jobs.id = v.job_id
     where jobs.status = 'running' and jobs.attempt = v.attempt and jobs.owner = :owner
     order by jobs.id
@@ -106,13 +126,21 @@ def append_tokens(session: Session, owner: str, deltas: Sequence[Delta]) -> list
                 "job_ids": [delta.job_id for delta in deltas],
                 "attempts": [delta.attempt for delta in deltas],
                 "numbers": [delta.number for delta in deltas],
+                "choices": [delta.choice for delta in deltas],
                 "texts": [delta.text.encode() for delta in deltas],
                 "token_ids": [",".join(map(str, delta.token_ids)) for delta in deltas],
+                "finish_reasons": [delta.finish_reason for delta in deltas],
+                "logprobs": [delta.logprobs for delta in deltas],
             },
         )
     }
     return [
-        Event(job_id=delta.job_id, number=delta.number, kind=TOKENS, data={"index": 0, "text": delta.text})
+        Event(
+            job_id=delta.job_id,
+            number=delta.number,
+            kind=TOKENS,
+            data=_tokens(delta.choice, delta.text, delta.finish_reason, delta.logprobs),
+        )
         for delta in deltas
         if (delta.job_id, delta.number) in accepted
     ]

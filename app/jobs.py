@@ -30,10 +30,11 @@ class Submission:
     model_revision: str
     prompt_ids: tuple[int, ...]
     sampling: Mapping[str, Any]
-    """The fields of engine.request.Sampling, the seed included."""
+    """The fields of engine.request.Sampling that are not its defaults, max_tokens and the seed always."""
     deadline_s: float
     """Seconds from the submission until the job expires."""
     metadata: Mapping[str, str]
+    num_choices: int = 1
     webhook_url: str | None = None
     batch_id: str | None = None
     row_number: int | None = None
@@ -42,7 +43,11 @@ class Submission:
     @property
     def most_tokens(self) -> int:
         """What the job may use, prompt and output together."""
-        return len(self.prompt_ids) + int(self.sampling["max_tokens"])
+        return len(self.prompt_ids) + self.num_choices * int(self.sampling["max_tokens"])
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.sampling.get("top_logprobs") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +158,17 @@ _WRITE = text(
     """
     with written as (
         insert into jobs (
-            id, tenant_id, tier, model, model_revision, status, prompt_ids, prompt_tokens, sampling, metadata,
-            webhook_url, created_at, deadline_at, reserved_tokens, batch_id, row_number, custom_id
+            id, tenant_id, tier, model, model_revision, status, prompt_ids, prompt_tokens, sampling, num_choices,
+            has_logprobs, metadata, webhook_url, created_at, deadline_at, reserved_tokens, batch_id, row_number,
+            custom_id
         )
         select id, :tenant_id, tier, model, model_revision, 'queued', prompt_ids, cardinality(prompt_ids), sampling,
-            metadata, webhook_url, :moment, :moment + make_interval(secs => deadline_s), reserved_tokens, batch_id,
-            row_number, custom_id
+            num_choices, has_logprobs, metadata, webhook_url, :moment, :moment + make_interval(secs => deadline_s),
+            reserved_tokens, batch_id, row_number, custom_id
         from json_to_recordset(cast(:jobs as json)) as asked (
-            id text, tier text, model text, model_revision text, prompt_ids int[], sampling jsonb, metadata jsonb,
-            webhook_url text, deadline_s float8, reserved_tokens int, batch_id text, row_number int, custom_id text
+            id text, tier text, model text, model_revision text, prompt_ids int[], sampling jsonb, num_choices int,
+            has_logprobs boolean, metadata jsonb, webhook_url text, deadline_s float8, reserved_tokens int,
+            batch_id text, row_number int, custom_id text
         )
         returning id
     )
@@ -190,7 +197,7 @@ def _write(
     session.execute(_WRITE, {"jobs": json.dumps(jobs), "tenant_id": tenant_id, "moment": moment})
 
 
-_WRITTEN = [field.name for field in fields(Submission)]
+_WRITTEN = [*(field.name for field in fields(Submission)), "has_logprobs"]
 
 
 def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: datetime) -> Job:
@@ -202,6 +209,8 @@ def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: dateti
         model=submission.model,
         status=Status.QUEUED.value,
         prompt_tokens=len(submission.prompt_ids),
+        num_choices=submission.num_choices,
+        has_logprobs=submission.has_logprobs,
         job_metadata=dict(submission.metadata),
         created_at=moment,
         attempt=0,

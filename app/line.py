@@ -98,7 +98,9 @@ _LAST_START = text("select coalesce(max(last_start), 0) from token_counters wher
 _FIRST_JOBS = text(
     f"""
     select job.* from unnest(cast(:tenant_ids as text[])) as asked (tenant_id) cross join lateral (
-        select id, tenant_id, prompt_tokens, (sampling->>'max_tokens')::int as max_tokens, charged_cost from jobs
+        select id, tenant_id, prompt_tokens, (sampling->>'max_tokens')::int * num_choices as max_tokens, charged_cost,
+            num_choices
+        from jobs
         where {_IN_LINE}
         and tenant_id = asked.tenant_id
         order by id limit :count
@@ -230,9 +232,9 @@ def number_handed_back(session: Session, model: str, tier: Tier, count: int, *, 
 
 
 def number_next(session: Session, model: str, tier: Tier, count: int) -> Numbered:
-    """Draw dispatch numbers for up to count jobs of those that never ran, and charge their tenants' counters.
+    """Draw dispatch numbers for up to count choices of jobs that never ran, and charge their tenants' counters.
 
-    The caller holds dispatch's lock.
+    The last job may have more than were left. The caller holds dispatch's lock.
     """
     if count <= 0:
         return []
@@ -245,7 +247,7 @@ def number_next(session: Session, model: str, tier: Tier, count: int) -> Numbere
     for row in session.execute(_FIRST_JOBS, line | asked):
         tenant = tenants[row.tenant_id]
         cost = 0.0 if row.charged_cost is not None else tenant.expected_cost(row.prompt_tokens, row.max_tokens)
-        jobs.setdefault(tenant.id, deque()).append(_First(row.id, cost))
+        jobs.setdefault(tenant.id, deque()).append(_First(row.id, cost, row.num_choices))
     chosen = _choose(tenants, jobs, count)
     rows = session.execute(
         _NUMBER,
@@ -328,6 +330,7 @@ class _First:
     id: str
     cost: float
     """In virtual tokens; 0 if it was charged before, and its message was lost."""
+    num_choices: int
 
 
 _Rest = dict[str, deque[_First]]
@@ -365,10 +368,11 @@ def _choose(tenants: Mapping[str, _Tenant], jobs: _Rest, count: int) -> list[_Ch
     line = [(tenants[tenant_id].served, waiting[0].id, tenant_id) for tenant_id, waiting in jobs.items()]
     heapq.heapify(line)
     chosen: list[_Chosen] = []
-    while line and len(chosen) < count:
+    while line and count > 0:
         served, _, tenant_id = heapq.heappop(line)
         job = jobs[tenant_id].popleft()
         chosen.append(_Chosen(job.id, tenant_id, counter=served, cost=job.cost))
+        count -= job.num_choices
         if jobs[tenant_id]:
             served += job.cost / tenants[tenant_id].weight
             heapq.heappush(line, (served, jobs[tenant_id][0].id, tenant_id))

@@ -109,7 +109,8 @@ def _move_statement(changes: str, facts: str) -> TextClause:
         ), moved as (
             update jobs set status = :to, owner = asked.owner, {changes}
             from asked cross join lateral (
-                select coalesce(max(number), 0) as last_number, string_agg(text, ''::bytea order by number) as text,
+                select coalesce(max(number), 0) as last_number,
+                    string_agg(text, ''::bytea order by number) filter (where choice = 0) as text,
                     coalesce(sum(cardinality(token_ids)), 0) as tokens
                 from events where job_id = asked.id
             ) as log cross join clock_timestamp() as clock
@@ -162,14 +163,15 @@ class Log:
     """A job's events, summed up."""
 
     output_text: str
-    """The texts, joined: the result is what was shown, by construction."""
+    """The texts of the first choice, joined: the result is what was shown, by construction."""
     completion_tokens: int
 
 
 _LOGS = text(
     """
-    select id, coalesce(string_agg(text, ''::bytea order by number) filter (where :with_output), ''::bytea)
-        as output_text, coalesce(sum(cardinality(token_ids)), 0) as completion_tokens
+    select id, coalesce(
+            string_agg(text, ''::bytea order by number) filter (where :with_output and choice = 0), ''::bytea
+        ) as output_text, coalesce(sum(cardinality(token_ids)), 0) as completion_tokens
     from unnest(cast(:ids as text[])) as asked (id) left join events on events.job_id = asked.id
     group by id
     """

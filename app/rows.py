@@ -9,14 +9,15 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import Field
 
 from app import moves, submissions
-from app.bodies import parse_object
+from app.bodies import Body, parse_object
+from app.choices import Choice
 from app.completions import completion_object
 from app.errors import InvalidRequest, PayloadTooLarge, Refusal
 from app.jobs import Submission
@@ -76,7 +77,7 @@ def count_rows(stream: BinaryIO, *, most: int) -> int:
 # ---- rows
 
 
-class _Envelope(submissions.Body):
+class _Envelope(Body):
     custom_id: Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID_LENGTH)]
     method: Literal["POST"]
     url: str
@@ -163,12 +164,12 @@ def encoded(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
-def line_of_job(job: Job, batch: Batch) -> dict[str, Any]:
-    """What became of a row: an answer, an answer that refuses it, or none. The job's output_text must be loaded."""
+def line_of_job(job: Job, choices: Sequence[Choice], batch: Batch) -> dict[str, Any]:
+    """What became of a row: an answer, an answer that refuses it, or none."""
     assert job.row_number is not None
     match moves.Status(job.status):
         case moves.Status.SUCCEEDED:
-            status_code, body = 200, completion_object(job, batch.endpoint)
+            status_code, body = 200, completion_object(job, choices, batch.endpoint)
         case moves.Status.FAILED:
             status_code, body = _refusal_of(job)
         case status:

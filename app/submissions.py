@@ -5,42 +5,26 @@ For the routes of the API and for the rows of a batch alike; no web here.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from app import tiers
 from app.addresses import check_url
-from app.bodies import field_path
+from app.bodies import Body, field_path, text_or_list
 from app.errors import InvalidRequest, NotFound
 from app.jobs import Submission
 from app.models import Model
 from app.prompts import Prompts
+from app.sampling import LogprobFields, MaxTokens, SamplingFields, to_sampling
 from app.settings import Settings
 from app.tiers import Plan
 
 DEFAULT_MAX_TOKENS = 256
 """Where the client names none and so many fit."""
 MAX_DEADLINE_S = 30 * 86_400.0
-
-
-def _kind(value: Any) -> str | None:
-    """Which member of a union of a string and a list the client meant."""
-    match value:
-        case str():
-            return "text"
-        case list() | tuple():
-            return "list"
-    return None
-
-
-class Body(BaseModel):
-    """Unknown fields are refused, and nothing is converted: true is no integer, "5" no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class ChatMessage(Body):
@@ -52,21 +36,15 @@ class Webhook(Body):
     url: str
 
 
-MaxTokens = Annotated[int, Field(ge=1)]
-Messages = Annotated[list[ChatMessage], Field(min_length=1)]
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TextOrIds = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[int], Tag("list")],
     Discriminator(
-        _kind, custom_error_type="prompt_type", custom_error_message="Input should be a string or a list of token ids"
+        text_or_list,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string or a list of token ids",
     ),
 ]
-StopStrings = Annotated[
-    Annotated[StopString, Tag("text")] | Annotated[list[StopString], Field(max_length=16), Tag("list")],
-    Discriminator(
-        _kind, custom_error_type="stop_type", custom_error_message="Input should be a string or a list of strings"
-    ),
-]
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
 Metadata = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
@@ -76,45 +54,25 @@ Metadata = Annotated[
 B = TypeVar("B", bound=Body)
 
 
-class _Generation(Body):
+class _Generation(SamplingFields):
     """The fields that every way to ask for text has."""
 
     model: str | None = None
-    max_tokens: MaxTokens | None = None
-    """Default: 256, or what still fits the model's context."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """0 is greedy. Default: 1."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Default: 1."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Default: drawn at random."""
-    stop: StopStrings | None = None
     service_tier: str | None = None
     metadata: Metadata | None = None
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        match self.stop:
-            case None:
-                return ()
-            case str():
-                return (self.stop,)
-        return tuple(self.stop)
 
-
-class JobRequest(_Generation):
+class JobRequest(_Generation, LogprobFields):
     """The body of POST /v1/jobs: exactly one of prompt and messages."""
 
     prompt: TextOrIds | None = None
     """Text, or token ids."""
     messages: Messages | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """0 keeps all. Default: 0."""
-    ignore_eos: bool | None = None
-    """Default: false."""
     webhook: Webhook | None = None
     deadline: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
     """Seconds from now until the job expires. Default: the server's own."""
+    _name_of_max_tokens: str = "max_tokens"
+    """What the client called it."""
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
@@ -126,7 +84,6 @@ class JobRequest(_Generation):
 class _OpenAIBody(_Generation):
     """What both OpenAI endpoints have; of what we do not do, only the neutral value is taken."""
 
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
     stream: Literal[False] | None = None
     user: str | None = None
     """Ignored."""
@@ -135,24 +92,32 @@ class _OpenAIBody(_Generation):
         return {name: getattr(self, name) for name in _Generation.model_fields}
 
 
-class ChatCompletion(_OpenAIBody):
+class ChatCompletion(_OpenAIBody, LogprobFields):
     """The body of a row for /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
 
     def as_job(self) -> JobRequest:
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return JobRequest(**self._shared() | {"max_tokens": max_tokens}, messages=self.messages)
+        logprobs = {name: getattr(self, name) for name in LogprobFields.model_fields}
+        if self.max_completion_tokens is None:
+            return JobRequest(**self._shared(), **logprobs, messages=self.messages)
+        shared = self._shared() | {"max_tokens": self.max_completion_tokens}
+        request = JobRequest(**shared, **logprobs, messages=self.messages)
+        request._name_of_max_tokens = "max_completion_tokens"
+        return request
 
 
 class Completion(_OpenAIBody):
     """The body of a row for /v1/completions."""
 
     prompt: TextOrIds
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    """So many of the likeliest tokens at each place."""
 
     def as_job(self) -> JobRequest:
-        return JobRequest(**self._shared(), prompt=self.prompt)
+        logprobs: dict[str, Any] = {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
+        return JobRequest(**self._shared(), **logprobs, prompt=self.prompt)
 
 
 _ROWS: dict[str, type[ChatCompletion | Completion]] = {
@@ -191,15 +156,14 @@ def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Pro
         model=model.name,
         model_revision=model.revision,
         prompt_ids=prompt_ids,
-        sampling={
-            "max_tokens": _max_tokens(request, len(prompt_ids), model.context_length),
-            "temperature": 1.0 if request.temperature is None else request.temperature,
-            "top_k": request.top_k or 0,
-            "top_p": 1.0 if request.top_p is None else request.top_p,
-            "seed": secrets.randbits(63) if request.seed is None else request.seed,
-            "stop": request.stop_strings,
-            "ignore_eos": bool(request.ignore_eos),
-        },
+        sampling=to_sampling(
+            request,
+            max_tokens=_max_tokens(request, len(prompt_ids), model.context_length),
+            top_logprobs=request.num_top_logprobs,
+            prompts=prompts,
+            vocab_size=model.vocab_size,
+        ),
+        num_choices=request.n or 1,
         deadline_s=settings.tiers[tier].deadline_s if request.deadline is None else request.deadline,
         metadata=request.metadata or {},
         webhook_url=None if request.webhook is None else check_url(request.webhook.url, settings),
@@ -227,9 +191,10 @@ def _max_tokens(request: JobRequest, prompt_tokens: int, context_length: int) ->
     if request.max_tokens is None:
         return min(DEFAULT_MAX_TOKENS, room)
     if request.max_tokens > room:
+        name = request._name_of_max_tokens
         raise InvalidRequest(
-            f"max_tokens may be at most {room}: the prompt has {prompt_tokens} of the model's {context_length} tokens",
-            param="max_tokens",
+            f"{name} may be at most {room}: the prompt has {prompt_tokens} of the model's {context_length} tokens",
+            param=name,
         )
     return request.max_tokens
 
@@ -258,10 +223,10 @@ def _refusal(error: ErrorDetails, within: tuple[str, ...]) -> InvalidRequest:
 
 
 def _as_written(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Without what is not the client's: the tag of a union behind its field, and the mark behind a key of metadata."""
+    """Without what is not the client's: the tag of a union behind its field, and the mark behind a key."""
     match location:
         case ("prompt" | "stop" as field, str(), *inner):
             return (field, *inner)
-        case ("metadata", key, "[key]"):
-            return ("metadata", key)
+        case ("metadata" | "logit_bias" as field, key, "[key]"):
+            return (field, key)
     return location

@@ -19,6 +19,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     Sequence,
+    SmallInteger,
     Text,
     TypeDecorator,
     func,
@@ -163,6 +164,10 @@ class Job(Base):
     prompt_tokens: Mapped[int]
     sampling: Mapped[dict[str, Any]] = mapped_column(deferred=True)
     """The fields of engine.request.Sampling; the seed is drawn at submit where the client gave none."""
+    num_choices: Mapped[int] = mapped_column(SmallInteger, server_default=text("1"))
+    """How many outputs it has, each sampled by itself."""
+    has_logprobs: Mapped[bool] = mapped_column(server_default=text("false"))
+    """Whether its tokens are kept with their logarithms of probability."""
     job_metadata: Mapped[dict[str, Any]] = mapped_column("metadata", server_default=text("'{}'"))
     webhook_url: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
@@ -196,8 +201,11 @@ class Job(Base):
     """What it may use at most, reserved of its tenant's quota for the day of its submission; 0 where there is none."""
 
     finish_reason: Mapped[str | None]
+    """Of its first choice; the others' are told by their events."""
     output_text: Mapped[str | None] = mapped_column(ModelText, deferred=True)
+    """Of its first choice."""
     completion_tokens: Mapped[int] = mapped_column(server_default=text("0"))
+    """Of all choices."""
     error: Mapped[dict[str, Any] | None]
     """{code, message}"""
 
@@ -217,11 +225,15 @@ class Event(Base):
     kind: Mapped[str]
     """tokens, or the status that the job moved to."""
     data: Mapped[dict[str, Any] | None]
-    """What is shown, for kinds other than tokens."""
+    """What is shown; of tokens only the finish_reason, with the last ones of a choice."""
+    choice: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    """Whose tokens they are: the index of the job's choice."""
     text: Mapped[str | None] = mapped_column(ModelText)
     """What is shown, for tokens."""
     token_ids: Mapped[list[int] | None]
-    """Tokens generated since the event before; a new attempt goes on from them."""
+    """Tokens of the choice generated since the event before; a new attempt goes on from them."""
+    logprobs: Mapped[bytes | None]
+    """Of each of the tokens, where the job wants them, as app.logprobs packs them."""
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
 
 

@@ -18,7 +18,7 @@ from sqlalchemy import select
 from sqlalchemy import text as sql
 from sqlalchemy.orm import Session, undefer
 
-from app import events, jobs, models, tables, tenants, usage
+from app import choices, events, jobs, models, tables, tenants, usage
 from app.broker import Broker
 from app.children import spawn
 from app.commands import PROJECT, engine_command, io_command
@@ -85,6 +85,7 @@ class Site:
         tenant_id: str | None = None,
         webhook_url: str | None = None,
         deadline_s: float = 600.0,
+        num_choices: int = 1,
         **sampling: Any,
     ) -> list[str]:
         """Write jobs, each with a seed of its own, without dispatching them; their ids."""
@@ -101,6 +102,7 @@ class Site:
                         sampling={"max_tokens": 20, "seed": secrets.randbits(40)} | sampling,
                         deadline_s=deadline_s,
                         metadata={},
+                        num_choices=num_choices,
                         webhook_url=webhook_url,
                     ),
                     max_queued=1_000_000,
@@ -118,9 +120,9 @@ class Site:
         self.dispatch()
         return job_ids
 
-    def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str, tenant_id: str | None = None) -> None:
         with self.db.transaction() as session:
-            _, moved = jobs.cancel(session, self.tenant_id, job_id)
+            _, moved = jobs.cancel(session, tenant_id or self.tenant_id, job_id)
         events.announce(self.redis, moved)
 
     def job(self, job_id: str) -> tables.Job:
@@ -137,11 +139,14 @@ class Site:
             failed = select(tables.Job.error).where(tables.Job.id.in_(job_ids), tables.Job.status == "failed")
             return [error for error in session.scalars(failed) if error is not None]
 
-    def log(self, job_id: str) -> Log:
+    def log(self, job_id: str, choice: int | None = None) -> Log:
+        """The job's events, or those alone that tell the tokens of one choice."""
         with self.db.transaction() as session:
             rows = session.scalars(
                 select(tables.Event).where(tables.Event.job_id == job_id).order_by(tables.Event.number)
             ).all()
+        if choice is not None:
+            rows = [row for row in rows if row.kind == "tokens" and row.choice == choice]
         return Log(
             numbers=[row.number for row in rows],
             kinds=[row.kind for row in rows],
@@ -160,23 +165,30 @@ class Site:
             shown = {row.job_id: row.shown.decode() for row in session.execute(query, {"job_ids": list(job_ids)})}
         return {job_id: shown.get(job_id, "") for job_id in job_ids}
 
-    def expected(self, job_id: str) -> list[int]:
-        """The tokens that the echo model makes of a job when nothing disturbs it."""
+    def expected(self, job_id: str, choice: int = 0) -> list[int]:
+        """The tokens that the echo model makes of a job's choice when nothing disturbs it."""
         with self.db.transaction() as session:
             row = session.execute(
                 select(tables.Job.prompt_tokens, tables.Job.sampling).where(tables.Job.id == job_id)
             ).one()
         start = row.prompt_tokens
-        return [echo_token(row.sampling["seed"], start + n) for n in range(row.sampling["max_tokens"])]
+        places = range(start, start + row.sampling["max_tokens"])
+        return [echo_token(row.sampling["seed"], place, choice=choice) for place in places]
 
     def check_succeeded(self, job_id: str) -> None:
-        """Once, whole, with its events numbered 1..n and their text equal to the result."""
+        """Once, whole, with its events numbered 1..n and their texts equal to the result."""
         job, log = self.job(job_id), self.log(job_id)
+        with self.db.transaction() as session:
+            result = choices.of_one(session, job)
         assert (job.status, job.finish_reason, job.error) == ("succeeded", "length", None)
         assert log.numbers == list(range(1, len(log.numbers) + 1))
         assert log.kinds[0] == "queued" and log.kinds[-1] == "succeeded" and log.kinds.count("succeeded") == 1
-        assert log.token_ids == self.expected(job_id)
-        assert log.text == job.output_text == bytes(log.token_ids).decode()
+        for choice in result:
+            own = self.log(job_id, choice.index)
+            assert own.token_ids == self.expected(job_id, choice.index)
+            assert own.text == choice.text == bytes(own.token_ids).decode()
+            assert choice.finish_reason == "length"
+        assert len(result) == job.num_choices
         assert job.completion_tokens == len(log.token_ids)
 
     def wait_until_settled(self) -> None:

@@ -19,8 +19,9 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, undefer
 
-from app import batches, db, events, files, jobs, limits, moves
+from app import batches, choices, db, events, files, jobs, limits, moves
 from app.batches import Status
+from app.choices import Choice
 from app.db import Database
 from app.errors import InvalidRequest, NotFound, QuotaExceeded, Refusal
 from app.events import Event
@@ -213,9 +214,9 @@ class Clerk:
             self.shelf.draft(seen.output_file_id) as output,
             self.shelf.draft(seen.error_file_id) as errors,
         ):
-            for job in self._jobs_in_order(seen):
+            for job, of_job in self._jobs_in_order(seen):
                 draft = output if job.status == moves.Status.SUCCEEDED else errors
-                draft.write(encoded(line_of_job(job, seen)))
+                draft.write(encoded(line_of_job(job, of_job, seen)))
                 has_expired |= job.status == moves.Status.EXPIRED
                 num_lines += 1
             for line in self._lines(seen, stream):
@@ -231,8 +232,8 @@ class Clerk:
                     draft.keep()  # here, for a large file takes a while to reach the disk
             return self._change(seen, _end(output, errors, has_expired=has_expired))
 
-    def _jobs_in_order(self, seen: Batch) -> Iterable[Job]:
-        """The batch's jobs by line, a few hundred at a time."""
+    def _jobs_in_order(self, seen: Batch) -> Iterator[tuple[Job, list[Choice]]]:
+        """The batch's jobs with their choices by line, a few hundred at a time."""
         last = 0
         while True:
             with self.database.autocommit() as session:
@@ -243,11 +244,18 @@ class Clerk:
                     .limit(JOBS_AT_ONCE)
                     .options(undefer(Job.output_text))
                 ).all()
-            yield from found
+                told = choices.of(session, [job for job in found if not job.has_logprobs])
+            for job in found:
+                yield job, told[job.id] if job.id in told else self._choices_of(job)
             if len(found) < JOBS_AT_ONCE:
                 return
             assert found[-1].row_number is not None
             last = found[-1].row_number
+
+    def _choices_of(self, job: Job) -> list[Choice]:
+        """Of a job with logprobs: those of hundreds of jobs are too much to be held."""
+        with self.database.autocommit() as session:
+            return choices.of_one(session, job)
 
 
 def _window(lines: Iterable[Line], start: int) -> Iterator[Line]:

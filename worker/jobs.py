@@ -31,6 +31,7 @@ from engine.loop import EngineStoppedError
 from engine.request import Engine, Request, Sampling
 from worker.attempts import Attempt, Attempts, Outcome, Task
 from worker.lease import Lease, Watchdog
+from worker.logprobs import Speller
 from worker.metrics import WorkerMetrics, of_rank
 from worker.progress import ENGINE_ERROR, RETRY_S, ProgressWriter
 from worker.vital import vital_thread
@@ -170,7 +171,11 @@ class Claimer:
             self._writer.end(attempt, Status.CANCELLED)
             return
         try:
-            self._engine.submit(request_of(attempt.request_id, attempt.claim))
+            requests = requests_of(attempt)
+            if not requests:  # an earlier attempt brought all choices to their ends, and not the job
+                self._writer.end(attempt, Status.SUCCEEDED)
+            for request in requests:
+                self._engine.submit(request)
         except (TypeError, ValueError) as error:
             logger.error("job %s cannot be given to the engine: %s", attempt.claim.job_id, error)
             self._writer.end(attempt, Status.FAILED, {"code": ENGINE_ERROR, "message": str(error)})
@@ -178,22 +183,35 @@ class Claimer:
             logger.warning("job %s came too late for the engine and is handed back", attempt.claim.job_id)
 
 
-def request_of(request_id: str, claim: Claim) -> Request:
-    """What the engine is told of a job. Raises TypeError for sampling fields that it does not know."""
-    sampling = dict(claim.sampling)
-    stop = tuple(sampling.pop("stop", ()))
-    return Request(
-        id=request_id,
-        prompt_ids=claim.prompt_ids,
-        sampling=Sampling(stop=stop, **sampling),
-        resumed_ids=claim.resumed_ids,
-        rank=POLICIES[claim.tier].rank,
-        tenant=claim.tenant_id,
-        weight=claim.weight,
-        counter=claim.counter,
-        deadline=time.monotonic() + claim.deadline_s,
-        kind=f"{claim.tenant_id}/{claim.tier}",  # a tenant's jobs of one tier tend to be alike
-    )
+def requests_of(attempt: Attempt) -> list[Request]:
+    """What the engine is told of a job: a request for each choice that has not ended; they share the prompt's blocks.
+
+    Raises TypeError for sampling fields that the engine does not know.
+    """
+    claim = attempt.claim
+    fields = {name: _frozen(value) for name, value in claim.sampling.items()}
+    deadline = time.monotonic() + claim.deadline_s
+    return [
+        Request(
+            id=choice.request_id,
+            prompt_ids=claim.prompt_ids,
+            sampling=Sampling(**fields, choice=choice.index),
+            resumed_ids=begun.token_ids,
+            rank=POLICIES[claim.tier].rank,
+            tenant=claim.tenant_id,
+            weight=claim.weight,
+            counter=claim.counter,
+            deadline=deadline,
+            kind=f"{claim.tenant_id}/{claim.tier}",  # a tenant's jobs of one tier tend to be alike
+        )
+        for choice, begun in zip(attempt.outputs, claim.begun, strict=True)
+        if begun.finish_reason is None
+    ]
+
+
+def _frozen(value: Any) -> Any:
+    """JSON's lists as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 class JobService:
@@ -222,6 +240,7 @@ class JobService:
             self._attempts,
             engine,
             flush_interval_s=settings.flush_interval_ms / 1000,
+            spelled=Speller(model.directory).spelled,
             on_ended=self._dispatcher.nudge,
             metrics=metrics,
         )

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from app.tiers import POLICIES, Tier
 from engine.request import Engine, Output, Stats
-from worker.attempts import Attempt, Outcome
+from worker.attempts import Attempt, ChoiceOutput, Outcome
 from worker.consumer import Consumption
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -29,11 +29,11 @@ class WorkerMetrics:
             registry=self.registry,
         )  # fmt: skip
         first_token = Histogram(
-            "everbatch_time_to_first_token_seconds", "From the claim of a job to its first token.", ["tier"],
+            "everbatch_time_to_first_token_seconds", "From the claim to the first token of a choice.", ["tier"],
             buckets=_FIRST_TOKEN_BUCKETS, registry=self.registry,
         )  # fmt: skip
         inter_token = Histogram(
-            "everbatch_inter_token_seconds", "Between two tokens of a job.", ["tier"],
+            "everbatch_inter_token_seconds", "Between two tokens of a choice.", ["tier"],
             buckets=_INTER_TOKEN_BUCKETS, registry=self.registry,
         )  # fmt: skip
         self.strays = Counter(
@@ -53,16 +53,16 @@ class WorkerMetrics:
         self._inter_token = {tier: inter_token.labels(tier.value) for tier in Tier}
         self.registry.register(_EngineCollector(engine))
 
-    def observe(self, attempt: Attempt, output: Output, at: float) -> None:
-        """Note an output of an attempt, which left the engine at a moment of time.monotonic()."""
+    def observe(self, attempt: Attempt, choice: ChoiceOutput, output: Output, at: float) -> None:
+        """Note an output for an attempt's choice, which left the engine at a moment of time.monotonic()."""
         if not output.token_ids:
             return
         tier = attempt.claim.tier
         self._tokens[tier].inc(len(output.token_ids))
-        if attempt.last_output_at is None:
+        if choice.last_output_at is None:
             self._first_token[tier].observe(at - attempt.claimed_at)
         else:
-            self._inter_token[tier].observe((at - attempt.last_output_at) / len(output.token_ids))
+            self._inter_token[tier].observe((at - choice.last_output_at) / len(output.token_ids))
 
     def count_end(self, tier: Tier, outcome: Outcome) -> None:
         self._ended.labels(tier.value, outcome.value).inc()

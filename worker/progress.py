@@ -18,19 +18,19 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import redis
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import claims, events, moves
+from app import claims, events, logprobs, moves
 from app.claims import Finished
 from app.db import Database
 from app.events import Delta, Event
 from app.moves import Status
 from app.tiers import Tier
-from engine.request import Engine, Finish, Output
-from worker.attempts import Attempt, Attempts, Outcome
+from engine.request import Engine, Finish, Output, TokenLogprob
+from worker.attempts import Attempt, Attempts, ChoiceOutput, Outcome
 from worker.metrics import WorkerMetrics
 from worker.vital import vital_thread
 
@@ -74,19 +74,24 @@ class ProgressWriter:
         engine: Engine,
         *,
         flush_interval_s: float,
+        spelled: Callable[[TokenLogprob], logprobs.TokenLogprob],
         on_ended: Callable[[], None],
         metrics: WorkerMetrics,
     ) -> None:
-        """on_ended is called, on the writer's thread, when attempts have ended and their slots are free."""
+        """spelled turns ids of tokens into their bytes.
+
+        on_ended is called, on the writer's thread, when attempts have ended and their slots are free.
+        """
         self._database = database
         self._redis = client
         self._attempts = attempts
         self._engine = engine
         self._flush_interval_s = flush_interval_s
+        self._spelled = spelled
         self._on_ended = on_ended
         self._metrics = metrics
         self._inbox: queue.SimpleQueue[_Outputs | _End | _Loss | _Close] = queue.SimpleQueue()
-        self._unwritten: dict[str, Attempt] = {}  # by request id: those with text, or an ending, to be written
+        self._unwritten: set[Attempt] = set()  # those with something to be shown, or an ending, to be written
         self._due_at: float | None = None
         self._failures = 0
         self._is_closing = False
@@ -146,32 +151,62 @@ class ProgressWriter:
                 self._write_within(0.0)
 
     def _take_output(self, at: float, output: Output) -> None:
-        attempt = self._attempts.get(output.request_id)
-        if attempt is None:
+        found = self._attempts.output_of(output.request_id)
+        if found is None:
             if output.finish is None:
                 self._engine.abort(output.request_id)  # it was dropped before the engine had it
             return
+        attempt, choice = found
         if attempt.ending is not None or output.finish is Finish.ABORTED:
             return  # what comes after an end from outside is not shown
-        is_first = attempt.last_output_at is None
-        self._metrics.observe(attempt, output, at)
-        attempt.last_output_at = at
-        attempt.text += output.text
-        attempt.token_ids.extend(output.token_ids)
+        is_first = choice.last_output_at is None
+        self._metrics.observe(attempt, choice, output, at)
+        choice.last_output_at = at
+        choice.text += output.text
+        choice.token_ids.extend(output.token_ids)
+        choice.logprobs.extend(output.logprobs)
         if output.finish is not None:
-            attempt.ending = _ending_of(attempt, output)
-        if attempt.text or attempt.ending is not None:
-            self._unwritten[attempt.request_id] = attempt
-            is_urgent = attempt.ending is not None or (is_first and attempt.claim.tier is not Tier.BULK)
+            self._end_choice(attempt, choice, output)
+        if (choice.text or choice.finish_reason) and choice not in attempt.unwritten:
+            attempt.unwritten.append(choice)
+        if attempt.unwritten and attempt.ending is None:
+            self._unwritten.add(attempt)
+            is_urgent = is_first and attempt.claim.tier is not Tier.BULK
             self._write_within(0.0 if is_urgent else self._flush_interval_s)
 
+    def _end_choice(self, attempt: Attempt, choice: ChoiceOutput, output: Output) -> None:
+        """The attempt ends with its last choice, or with the first one that cannot come to its end."""
+        match output.finish:
+            case Finish.ERROR:
+                message = output.error or "The engine cannot compute this request"
+                self._take_end(attempt, Status.FAILED, {"code": ENGINE_ERROR, "message": message})
+            case Finish.EXPIRED:
+                self._take_end(attempt, Status.EXPIRED, moves.DEADLINE_EXCEEDED)
+            case Finish() as finish:
+                choice.finish_reason = finish.value
+                if all(each.finish_reason for each in attempt.outputs):
+                    self._take_end(attempt, Status.SUCCEEDED, None)
+
     def _take_end(self, attempt: Attempt, status: Status, error: Mapping[str, str] | None) -> None:
-        if attempt.ending is not None or self._attempts.get(attempt.request_id) is None:
+        if attempt.ending is not None or attempt not in self._attempts:
             return
-        self._engine.abort(attempt.request_id)
-        attempt.ending = Finished(attempt.claim.job_id, attempt.claim.attempt, status, error=error)
-        self._unwritten[attempt.request_id] = attempt
+        self._abort(attempt)
+        attempt.ending = Finished(
+            attempt.claim.job_id,
+            attempt.claim.attempt,
+            status,
+            finish_reason=attempt.outputs[0].finish_reason,
+            error=error,
+        )
+        # Tokens that have no text are charged too.
+        attempt.unwritten += [each for each in attempt.outputs if each.token_ids and each not in attempt.unwritten]
+        self._unwritten.add(attempt)
         self._write_within(0.0)
+
+    def _abort(self, attempt: Attempt) -> None:
+        for choice in attempt.outputs:
+            if choice.finish_reason is None:
+                self._engine.abort(choice.request_id)
 
     def _write_within(self, seconds: float) -> None:
         due_at = time.monotonic() + max(seconds, self._pause_s)
@@ -184,7 +219,7 @@ class ProgressWriter:
     def _flush(self) -> None:
         self._due_at = None
         by_owner: dict[str, list[Attempt]] = defaultdict(list)
-        for attempt in self._unwritten.values():
+        for attempt in self._unwritten:
             by_owner[attempt.owner].append(attempt)
         try:
             for owner, attempts in by_owner.items():
@@ -203,78 +238,77 @@ class ProgressWriter:
         """
         running = [attempt for attempt in attempts if attempt.ending is None]
         if running:
+            deltas = self._deltas_of(running)
             with self._database.autocommit() as session:
-                shown = events.append_tokens(session, owner, _deltas_of(running))
+                shown = events.append_tokens(session, owner, deltas)
             events.announce(self._redis, shown)
-            self._settle(running, shown, [])
+            self._settle(running, _refused(deltas, shown), [])
         ending = [(attempt, attempt.ending) for attempt in attempts if attempt.ending is not None]
         if ending:
             ended_attempts = [attempt for attempt, _ in ending]
+            deltas = self._deltas_of(ended_attempts)
             with self._database.transaction() as session:
                 moves.lock(session, [attempt.claim.job_id for attempt in ended_attempts])
-                shown = events.append_tokens(session, owner, _deltas_of(ended_attempts))
-                accepted = {event.job_id for event in shown}
-                # An attempt whose last text was refused ends here without its end: the job would lack these tokens.
-                whole = [
-                    (attempt, end) for attempt, end in ending if not attempt.text or attempt.claim.job_id in accepted
-                ]
-                ended = claims.finish(session, owner, [_with_last_tokens(*each) for each in whole])
+                shown = events.append_tokens(session, owner, deltas)
+                refused = _refused(deltas, shown)
+                # An attempt whose last tokens were refused ends here without its end: the job would lack them.
+                whole = [end for _, end in ending if end.job_id not in refused]
+                ended = claims.finish(session, owner, whole)
             events.announce(self._redis, [*shown, *ended])
-            self._settle(ended_attempts, shown, ended)
+            self._settle(ended_attempts, refused, ended)
 
-    def _settle(self, attempts: Sequence[Attempt], shown: Sequence[Event], ended: Sequence[Event]) -> None:
-        """Empty the buffers of what was accepted; drop attempts of which anything was refused."""
-        accepted = {event.job_id for event in shown}
+    def _deltas_of(self, attempts: Sequence[Attempt]) -> list[Delta]:
+        return [
+            Delta(
+                job_id=attempt.claim.job_id,
+                attempt=attempt.claim.attempt,
+                number=number,
+                text=choice.text,
+                token_ids=tuple(choice.token_ids),
+                choice=choice.index,
+                finish_reason=choice.finish_reason,
+                logprobs=logprobs.pack(map(self._spelled, choice.logprobs)) if choice.logprobs else None,
+            )
+            for attempt in attempts
+            for number, choice in enumerate(attempt.unwritten, attempt.last_event + 1)
+        ]
+
+    def _settle(self, attempts: Sequence[Attempt], refused: Collection[str], ended: Sequence[Event]) -> None:
+        """Empty the buffers of what was accepted; drop attempts of which anything was refused, by job id."""
         outcomes = {event.job_id: Outcome(event.kind) for event in ended}
+        any_ended = False
         for attempt in attempts:
             job_id = attempt.claim.job_id
+            if attempt.ending is None and job_id not in refused:
+                attempt.last_event += len(attempt.unwritten)
+                for choice in attempt.unwritten:
+                    choice.text, choice.token_ids, choice.logprobs = "", [], []
+                attempt.unwritten = []
+                self._unwritten.remove(attempt)
+                continue
+            any_ended = True
             if job_id in outcomes:
                 self._forget(attempt, outcomes[job_id])
-            elif job_id in accepted and attempt.ending is None:
-                attempt.last_event += 1
-                attempt.text, attempt.token_ids = "", []
-                del self._unwritten[attempt.request_id]
             else:
                 self._drop(attempt)
-        if len(accepted) < len(attempts) or outcomes:
+        if any_ended:
             self._on_ended()
 
     def _drop(self, attempt: Attempt) -> None:
         """Its job is not ours any more: end it here, and write nothing."""
-        self._engine.abort(attempt.request_id)
+        self._abort(attempt)
         self._forget(attempt, Outcome.LOST)
 
     def _forget(self, attempt: Attempt, outcome: Outcome) -> None:
-        self._unwritten.pop(attempt.request_id, None)
+        self._unwritten.discard(attempt)
         # Not counted twice, when its last write was refused and the lease drops it too.
         if self._attempts.end(attempt, outcome):
             self._metrics.count_end(attempt.claim.tier, outcome)
 
 
-def _ending_of(attempt: Attempt, output: Output) -> Finished:
-    assert output.finish is not None
-    if output.finish is Finish.ERROR:
-        error = {"code": ENGINE_ERROR, "message": output.error or "The engine cannot compute this request"}
-        return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.FAILED, error=error)
-    if output.finish is Finish.EXPIRED:
-        return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.EXPIRED, error=moves.DEADLINE_EXCEEDED)
-    return Finished(attempt.claim.job_id, attempt.claim.attempt, Status.SUCCEEDED, finish_reason=output.finish.value)
-
-
-def _deltas_of(attempts: Sequence[Attempt]) -> list[Delta]:
-    return [
-        Delta(
-            job_id=attempt.claim.job_id,
-            attempt=attempt.claim.attempt,
-            number=attempt.last_event + 1,
-            text=attempt.text,
-            token_ids=tuple(attempt.token_ids),
-        )
-        for attempt in attempts
-        if attempt.text
-    ]
-
-
-def _with_last_tokens(attempt: Attempt, ending: Finished) -> Finished:
-    """The ending, with the last tokens unless a delta of the same write carries them: some tokens have no text."""
-    return ending if attempt.text else replace(ending, token_ids=tuple(attempt.token_ids))
+def _refused(deltas: Sequence[Delta], shown: Sequence[Event]) -> set[str]:
+    """The jobs of which the database did not take all."""
+    if len(shown) == len(deltas):
+        return set()
+    accepted = {(event.job_id, event.number) for event in shown}
+    return {delta.job_id for delta in deltas if (delta.job_id, delta.number) not in accepted}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from flask import Blueprint, Response, jsonify, request, url_for
 
-from app import jobs, submissions, waiting
+from app import choices, jobs, submissions, waiting
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
 from app.api.pages import asked_page, checked_id, listing
 from app.api.services import services
 from app.bodies import fingerprint
+from app.choices import Choice
 from app.errors import InvalidRequest
 from app.jobs import Idempotency
+from app.logprobs import chat_shape
 from app.moves import Status
 from app.settlements import usage_of
 from app.tables import Job
@@ -50,10 +53,12 @@ def submit() -> Response:
     if submitted.is_new:
         own.metrics.submitted.labels(submission.tier.value).inc()
         own.dispatcher.nudge()
+        shown = job_object(submitted.job, [Choice(index) for index in range(submission.num_choices)])
     else:
         with own.database.autocommit() as session:
             jobs.add_progress(session, [submitted.job])
-    answer = jsonify(job_object(submitted.job))
+            shown = job_object(submitted.job, choices.of_one(session, submitted.job))
+    answer = jsonify(shown)
     answer.status_code = 202
     answer.headers["Location"] = url_for("jobs.read", job_id=submitted.job.id)
     if not submitted.is_new:
@@ -63,13 +68,14 @@ def submit() -> Response:
 
 @blueprint.get("")
 def list_jobs() -> Response:
-    """The tenant's jobs, newest first."""
+    """The tenant's jobs, newest first; logprobs come with a job that is read alone."""
     page = asked_page("job", limit=_PAGE, max_limit=_MAX_PAGE)
     status = _status(request.args.get("status"))
     with services().database.autocommit() as session:
         found = jobs.page(session, tenant().id, after=page.after, limit=page.to_fetch, status=status)
         jobs.add_progress(session, found[: page.limit])
-        return listing(found, page, job_object)
+        told = choices.of(session, found[: page.limit], with_logprobs=False)
+    return listing(found, page, lambda job: job_object(job, told[job.id]))
 
 
 @blueprint.get("/<job_id>")
@@ -77,7 +83,7 @@ def read(job_id: str) -> Response:
     with services().database.autocommit() as session:
         job = jobs.find(session, tenant().id, checked_id("job", job_id))
         jobs.add_progress(session, [job])
-        shown = job_object(job)
+        shown = job_object(job, choices.of_one(session, job))
         if job.status == Status.QUEUED:
             shown["queue"] = _wait_object(waiting.wait_of(session, job))
         return jsonify(shown)
@@ -96,13 +102,13 @@ def cancel(job_id: str) -> Response:
     """From the commit on no further token is shown or charged. A body is ignored: clients send an empty one."""
     with services().database.transaction() as session:
         job, moved = jobs.cancel(session, tenant().id, checked_id("job", job_id))
-        shown = job_object(job)
+        shown = job_object(job, choices.of_one(session, job))
     services().publish(moved)
     services().dispatcher.nudge()
     return jsonify(shown)
 
 
-def job_object(job: Job) -> dict[str, Any]:
+def job_object(job: Job, its_choices: Sequence[Choice]) -> dict[str, Any]:
     """A job as clients see it. While it runs, its output and usage are those so far: see jobs.add_progress."""
     return {
         "id": job.id,
@@ -114,11 +120,18 @@ def job_object(job: Job) -> dict[str, Any]:
         "created_at": _time(job.created_at),
         "started_at": _time(job.started_at),
         "finished_at": _time(job.finished_at),
-        "output": {"choices": [{"index": 0, "text": job.output_text or "", "finish_reason": job.finish_reason}]},
+        "output": {"choices": [_choice_object(choice) for choice in its_choices]},
         "usage": usage_of(job),
         "error": job.error,
         "metadata": job.job_metadata,
     }
+
+
+def _choice_object(choice: Choice) -> dict[str, Any]:
+    shown: dict[str, Any] = {"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason}
+    if choice.logprobs is not None:
+        shown["logprobs"] = chat_shape(choice.logprobs)
+    return shown
 
 
 def _wait_object(wait: Wait) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 @json_option
 @with_client
 def watch(client: Client, job_id: str, as_json: bool) -> None:
-    """Show a job's text until it ends.
+    """Show a job's text until it ends. Of several choices the first one is shown live, and the others at the end.
 
     The exit code is 0 when it succeeded, 1 when it failed or expired, 3 when it was cancelled. Ctrl-C leaves the job
     alone. --json prints the job once it has ended.
@@ -42,7 +42,7 @@ def show(client: Client, job_id: str, *, as_json: bool, max_tokens: int | None =
     try:
         with _progress(client, job_id, max_tokens, hides_text=as_json) as advance:
             for event in client.events(job_id):
-                if event.kind == "tokens" and not as_json:
+                if event.kind == "tokens" and event.data["index"] == 0 and not as_json:
                     _write(event.data["text"])
                 advance.on(event)
     except KeyboardInterrupt:
@@ -66,10 +66,13 @@ def printable(text: str) -> str:
 
 
 def tell_end(job: Job) -> None:
-    """End the text's last line on stdout, where the model did not, and say on stderr how the job ended."""
-    usage, choice = job["usage"], job["output"]["choices"][0]
+    """End the text's last line on stdout, where the model did not; show further choices; say how the job ended."""
+    usage, (choice, *others) = job["usage"], job["output"]["choices"]
     if choice["text"] and not choice["text"].endswith("\n"):
         click.echo()
+    for other in others:
+        click.echo(f"--- choice {other['index']}", err=True)
+        _write(other["text"] if other["text"].endswith("\n") else f"{other['text']}\n")
     reason = job["error"]["message"] if job["error"] else choice["finish_reason"]
     attempts = f", {job['attempt']} attempts" if job["attempt"] > 1 else ""
     click.echo(

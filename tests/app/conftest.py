@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,9 +163,17 @@ class HandWorker:
         events.announce(self.redis, moved)
         return moved
 
-    def end(self, claim: Claim, text: str, number: int, status: Status = Status.SUCCEEDED) -> list[Event]:
+    def end(
+        self,
+        claim: Claim,
+        text: str,
+        number: int,
+        status: Status = Status.SUCCEEDED,
+        token_ids: Sequence[int] | None = None,
+    ) -> list[Event]:
         """The last text and the end of a job in one transaction, as the progress writer has it."""
-        delta = Delta(claim.job_id, claim.attempt, number, text, tuple(text.encode()))
+        ids = tuple(text.encode() if token_ids is None else token_ids)
+        delta = Delta(claim.job_id, claim.attempt, number, text, ids)
         end = Finished(claim.job_id, claim.attempt, status, "stop")
         with self.db.transaction() as session:
             moves.lock(session, [claim.job_id])

@@ -58,6 +58,17 @@ def test_a_message_holds_ids_and_dispatch_numbers_alone(
     assert dispatch(db, broker, name) == 0  # once
 
 
+def test_a_job_takes_a_place_for_each_of_its_choices(
+    db: Database, broker: Broker, name: str, submit: Any, new_worker: Any
+) -> None:
+    worker = new_worker(name)  # four slots
+    worker.claim(submit(model=name, num_choices=3))
+    waiting = [submit(model=name, num_choices=2) for _ in range(POLICIES[Tier.PAID].lookahead + 6)]
+    room = 1 + POLICIES[Tier.PAID].lookahead
+    assert dispatch(db, broker, name) == (room + 1) // 2 < len(waiting)
+    assert dispatch(db, broker, name) == 0
+
+
 @pytest.mark.parametrize("tier", Tier)
 def test_a_tiers_window_is_the_free_slots_and_a_little_more(
     db: Database, broker: Broker, redis: redis_client.Redis, name: str, submit: Any, new_worker: Any, tier: Tier

@@ -124,7 +124,7 @@ class Run:
 
     def next_tokens(self, count: int) -> list[int]:
         """Up to count more, as many as it may still make."""
-        generated = len(self.claim.resumed_ids) + self.made
+        generated = len(self.claim.begun[0].token_ids) + self.made
         places = range(generated, min(generated + count, self.job.max_tokens))
         return [echo_token(self.job.seed, len(PROMPT_IDS) + place) for place in places]
 
@@ -381,7 +381,7 @@ class History(RuleBasedStateMachine):
             job.claimed_number = named[job.id]
             job.move("running")
             assert (claim.attempt, claim.last_event, claim.prompt_ids) == (job.attempt, len(job.kinds), PROMPT_IDS)
-            assert (claim.resumed_ids, claim.tenant_id) == (tuple(job.tokens), self.tenants[job.tenant])
+            assert (claim.begun[0].token_ids, claim.tenant_id) == (tuple(job.tokens), self.tenants[job.tenant])
             self.runs.append(Run(worker, claim, job, claim.last_event))
 
     def is_queued(self, job_id: str) -> bool:
@@ -422,15 +422,16 @@ class History(RuleBasedStateMachine):
 
     def finish_run(self, run: Run, status: Status, last: str) -> None:
         tokens = {"text": run.next_tokens(2), "nothing": [], "special": [SPECIAL for _ in run.next_tokens(1)]}[last]
-        if last == "text" and tokens:
-            moved = run.worker.end(run.claim, bytes(tokens).decode(), run.last_event + 1, status)
+        if tokens:
+            text = bytes(tokens).decode() if last == "text" else ""
+            moved = run.worker.end(run.claim, text, run.last_event + 1, status, tokens)
         else:
-            ended = Finished(run.job.id, run.claim.attempt, status, "stop", token_ids=tuple(tokens))
+            ended = Finished(run.job.id, run.claim.attempt, status, "stop")
             with self.db.transaction() as session:
                 moved = claims.finish(session, run.worker.id, [ended])
         assert [event.kind for event in moved] == ([status.value] if run.is_current else [])
         if moved:
-            run.job.kinds += ["tokens"] * (last == "text" and bool(tokens))
+            run.job.kinds += ["tokens"] * bool(tokens)
             run.job.tokens += tokens
             self.end(run.job, status.value)
 

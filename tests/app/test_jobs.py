@@ -154,7 +154,7 @@ def test_a_new_attempt_gets_the_tokens_of_the_ones_before(db: Database, submit: 
         claims.hand_back(session, first.id, [job_id])
     (resumed,) = second.claim(job_id)
     assert resumed.attempt == 2
-    assert resumed.resumed_ids == tuple(b"abc")
+    assert resumed.begun[0].token_ids == tuple(b"abc")
     assert resumed.last_event == 6
     assert resumed.prompt_ids == claim.prompt_ids
     assert resumed.sampling == claim.sampling
@@ -207,9 +207,7 @@ def test_last_tokens_without_text_are_kept_and_charged(db: Database, submit: Any
     job_id = submit()
     (claim,) = worker.claim(job_id)
     worker.write(claim, "ab", 3)
-    end = Finished(job_id, claim.attempt, Status.SUCCEEDED, "stop", token_ids=(256,))
-    with db.transaction() as session:
-        claims.finish(session, worker.id, [end])
+    worker.end(claim, "", 4, token_ids=[256])
     job = load(db, job_id)
     assert (job.output_text, job.completion_tokens) == ("ab", 3)
 

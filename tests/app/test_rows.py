@@ -137,7 +137,7 @@ def test_a_chat_row_is_rendered(desk: Desk) -> None:
         (row(body={"prompt": "hi", "max_tokens": 0}), "a", "max_tokens"),
         (row(body={"prompt": "hi", "max_tokens": True}), "a", "max_tokens"),
         (row(body={"prompt": "hi", "stream": True}), "a", "stream"),
-        (row(body={"prompt": "hi", "n": 2}), "a", "n:"),
+        (row(body={"prompt": "hi", "n": 9}), "a", "n:"),
         (row(body={"prompt": "hi", "model": "gpt-99"}), "a", "model"),
         (row(body={"prompt": "hi", "webhook": {"url": "https://a.b"}}), "a", "webhook"),
         (row(body={"prompt": "x" * 9_000}), "a", "prompt"),

@@ -31,6 +31,7 @@ class Order:
     has_webhook: bool
     max_tokens: int
     seed: int
+    num_choices: int = 1
     cancelled: bool = False
     """Its cancel was answered with 200."""
     events: list[Event] | None = None
@@ -114,10 +115,12 @@ class Load:
         """One job, perhaps submitted twice, perhaps followed, perhaps cancelled."""
         account = rng.choice(self.service.accounts)
         client = self._clients[account.key]
-        order = Order("", account, rng.random() < 0.3, rng.randint(1, 150), rng.getrandbits(40))
+        order = Order("", account, rng.random() < 0.3, rng.randint(1, 150), rng.getrandbits(40), rng.choice((1, 1, 3)))
         fields = {
             "max_tokens": order.max_tokens,
             "seed": order.seed,
+            "n": order.num_choices,
+            **({"logprobs": True, "top_logprobs": 1} if rng.random() < 0.2 else {}),
             **({"service_tier": "flex"} if rng.random() < 0.4 else {}),
             **({"webhook": {"url": self.receiver.url}} if order.has_webhook else {}),
         }

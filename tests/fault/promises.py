@@ -9,7 +9,9 @@ from datetime import date
 from sqlalchemy import select
 from sqlalchemy.orm import Session, undefer
 
-from app import tables, usage
+from app import choices, tables, usage
+from app.choices import Choice
+from app.events import shown
 from app.moves import TERMINAL
 from app.settlements import usage_of
 from app.tables import Job
@@ -30,11 +32,13 @@ def broken(session: Session, load: Load) -> list[str]:
     rows: dict[str, list[tables.Event]] = defaultdict(list)
     for row in session.scalars(select(tables.Event).order_by(tables.Event.job_id, tables.Event.number)):
         rows[row.job_id].append(row)
+    told = choices.of(session, list(jobs.values()))
     return [
         *load.complaints,
         *_lost_or_invented(load, jobs),
         *(line for order in load.orders if order.job_id in jobs for line in _job(order, jobs[order.job_id])),
         *(line for job in jobs.values() for line in _log(job, rows[job.id])),
+        *(line for job in jobs.values() for choice in told[job.id] for line in _choice(job, choice, rows[job.id])),
         *(line for order in load.orders for line in _followed(order, rows[order.job_id])),
         *_bills(session, load, jobs),
         *_webhooks(session, load, jobs),
@@ -56,12 +60,12 @@ def _job(order: Order, job: Job) -> Iterator[str]:
         yield f"{job.id} was cancelled and is {job.status}"
     if job.status == "cancelled" and not order.cancelled:
         yield f"{job.id} is cancelled, and nobody asked for it"
-    if job.status == "succeeded" and job.completion_tokens != order.max_tokens:
-        yield f"{job.id} has {job.completion_tokens} tokens of {order.max_tokens}"
+    if job.status == "succeeded" and job.completion_tokens != order.num_choices * order.max_tokens:
+        yield f"{job.id} has {job.completion_tokens} tokens of {order.num_choices} × {order.max_tokens}"
 
 
 def _log(job: Job, rows: list[tables.Event]) -> Iterator[str]:
-    """Numbered 1..n, one terminal event and that the last, deltas that join to the result, tokens that are right."""
+    """Numbered 1..n, one terminal event and that the last, and as many tokens as it says."""
     if [row.number for row in rows] != list(range(1, len(rows) + 1)):
         yield f"{job.id} has events {[row.number for row in rows]}"
     kinds = [row.kind for row in rows]
@@ -70,22 +74,33 @@ def _log(job: Job, rows: list[tables.Event]) -> Iterator[str]:
     attempts = [row.data["attempt"] for row in rows if row.kind == "running" and row.data]
     if attempts != list(range(1, job.attempt + 1)):
         yield f"{job.id} has attempt {job.attempt} and began attempts {attempts}"
-    if "".join(row.text or "" for row in rows) != job.output_text:
-        yield f"{job.id}: its deltas joined are not its result"
-    tokens = [token_id for row in rows for token_id in row.token_ids or ()]
-    seed = job.sampling["seed"]
-    if tokens != [echo_token(seed, job.prompt_tokens + place) for place in range(len(tokens))]:
-        yield f"{job.id} has tokens that no undisturbed run would have"
-    if len(tokens) != job.completion_tokens:
-        yield f"{job.id} has {len(tokens)} tokens and says {job.completion_tokens}"
+    num_tokens = sum(len(row.token_ids or ()) for row in rows)
+    if num_tokens != job.completion_tokens:
+        yield f"{job.id} has {num_tokens} tokens and says {job.completion_tokens}"
+
+
+def _choice(job: Job, choice: Choice, rows: list[tables.Event]) -> Iterator[str]:
+    """Deltas that join to the result, tokens that are right, each with its logprob where these are wanted."""
+    own = [row for row in rows if row.kind == "tokens" and row.choice == choice.index]
+    if "".join(row.text or "" for row in own) != choice.text:
+        yield f"{job.id}: the deltas of choice {choice.index} joined are not its result"
+    tokens = [token_id for row in own for token_id in row.token_ids or ()]
+    places = range(job.prompt_tokens, job.prompt_tokens + len(tokens))
+    if tokens != [echo_token(job.sampling["seed"], place, choice=choice.index) for place in places]:
+        yield f"{job.id} has tokens of choice {choice.index} that no undisturbed run would have"
+    finish_reasons = [row.data["finish_reason"] for row in own if row.data]
+    if finish_reasons != ["length"] * (len(tokens) == job.sampling["max_tokens"]):
+        yield f"{job.id}: choice {choice.index} has {len(tokens)} tokens and ended by {finish_reasons}"
+    if choice.logprobs is not None and [ord(each.token) for each in choice.logprobs] != tokens:
+        yield f"{job.id}: choice {choice.index} has {len(choice.logprobs)} logprobs for {len(tokens)} tokens"
 
 
 def _followed(order: Order, rows: list[tables.Event]) -> Iterator[str]:
     """A follower got every event once, in order, with the very text that is stored."""
     if order.events is None:
         return
-    seen = [(event.number, event.kind, event.data.get("text")) for event in order.events]
-    if seen != [(row.number, row.kind, row.text if row.kind == "tokens" else None) for row in rows]:
+    seen = [(event.number, event.kind, event.data) for event in order.events]
+    if seen != [(row.number, row.kind, shown(row).data) for row in rows]:
         yield f"the follower of {order.job_id} got {seen}"
 
 

@@ -166,7 +166,7 @@ WRONG = [
     *[(body(**{name: "x"}), name) for name in ("id", "status", "tier", "tenant_id", "priority", "attempt", "unknown")],
     *[(body(**{name: "x"}), name) for name in ("~foo", "[key]", "text")],
     (chat({"role": "user", "content": "hi", "~foo": 1}), "messages[0].~foo"),
-    (body(n=2), "n"),
+    (body(n=9), "n"),
     (body(stream=True), "stream"),
     (b'{"prompt": "hi", "\\ud800": 1}', "\\ud800"),
     (b'{"prompt": "hi",' + b",".join(b'"k%d": 1' % n for n in range(80_000)) + b"}", "k0"),
