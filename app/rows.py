@@ -20,6 +20,7 @@ from app.bodies import Body, parse_object
 from app.choices import Choice
 from app.completions import completion_object
 from app.errors import InvalidRequest, PayloadTooLarge, Refusal
+from app.grammars import Grammars
 from app.jobs import Submission
 from app.models import Model
 from app.prompts import Prompts
@@ -124,9 +125,13 @@ class Desk:
     settings: Settings
     model: Model
     prompts: Prompts
+    grammars: Grammars
 
     def submission_of(self, row: Row, endpoint: str) -> Submission:
-        """What a row asks for, as a job of the bulk tier. Raises Refusal, which names a field as one of the row."""
+        """What a row asks for, as a job of the bulk tier. Raises Refusal, which names a field as one of the row.
+
+        Unavailable is of no row: to ask again may help.
+        """
         if isinstance(row.body, Refusal):
             raise row.body
         request = submissions.parse_row(endpoint, row.body)
@@ -136,6 +141,7 @@ class Desk:
                 plan=Plan.FREE,  # whatever the plan, the tier is bulk
                 model=self.model,
                 prompts=self.prompts,
+                grammars=self.grammars,
                 settings=self.settings,
             )
         except Refusal as refusal:

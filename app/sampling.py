@@ -106,7 +106,13 @@ class LogprobFields(Body):
 
 
 def to_sampling(
-    fields: SamplingFields, *, max_tokens: int, top_logprobs: int | None, prompts: Prompts, vocab_size: int
+    fields: SamplingFields,
+    *,
+    max_tokens: int,
+    top_logprobs: int | None,
+    prompts: Prompts,
+    vocab_size: int,
+    grammar: str | None = None,
 ) -> dict[str, Any]:
     """The fields of engine.request.Sampling, those that were given, and always max_tokens and a seed.
 
@@ -131,6 +137,7 @@ def to_sampling(
         "stop": fields.stop_strings,
         "stop_ids": _ids(fields.stop_token_ids, "stop_token_ids", vocab_size),
         "ignore_eos": fields.ignore_eos,
+        "grammar": grammar,
     }
     return {
         "max_tokens": max_tokens,

@@ -15,6 +15,7 @@ from app import tiers
 from app.addresses import check_url
 from app.bodies import Body, field_path, text_or_list
 from app.errors import InvalidRequest, NotFound
+from app.grammars import GrammarFields, Grammars
 from app.jobs import Submission
 from app.models import Model
 from app.prompts import Prompts
@@ -54,7 +55,7 @@ Metadata = Annotated[
 B = TypeVar("B", bound=Body)
 
 
-class _Generation(SamplingFields):
+class _Generation(SamplingFields, GrammarFields):
     """The fields that every way to ask for text has."""
 
     model: str | None = None
@@ -141,11 +142,13 @@ def parse_row(endpoint: str, body: Mapping[str, Any]) -> JobRequest:
     return validated(_ROWS[endpoint], body, within=("body",)).as_job()
 
 
-def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Prompts, settings: Settings) -> Submission:
+def to_submission(
+    request: JobRequest, *, plan: Plan, model: Model, prompts: Prompts, grammars: Grammars, settings: Settings
+) -> Submission:
     """What jobs.submit takes: rendered, tokenized, with all defaults filled in.
 
     A batch sets tier, deadline and row with dataclasses.replace. Raises NotFound for a model that is not served,
-    InvalidRequest for what does not fit it.
+    InvalidRequest for what does not fit it, Unavailable while grammars cannot be checked.
     """
     if request.model is not None and request.model != model.name:
         raise NotFound(f"There is no model '{request.model[:64]}'; this server has '{model.name}'", param="model")
@@ -162,6 +165,7 @@ def to_submission(request: JobRequest, *, plan: Plan, model: Model, prompts: Pro
             top_logprobs=request.num_top_logprobs,
             prompts=prompts,
             vocab_size=model.vocab_size,
+            grammar=grammars.of(request),
         ),
         num_choices=request.n or 1,
         deadline_s=settings.tiers[tier].deadline_s if request.deadline is None else request.deadline,
@@ -225,7 +229,7 @@ def _refusal(error: ErrorDetails, within: tuple[str, ...]) -> InvalidRequest:
 def _as_written(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """Without what is not the client's: the tag of a union behind its field, and the mark behind a key."""
     match location:
-        case ("prompt" | "stop" as field, str(), *inner):
+        case ("prompt" | "stop" | "response_format" as field, str(), *inner):
             return (field, *inner)
         case ("metadata" | "logit_bias" as field, key, "[key]"):
             return (field, key)

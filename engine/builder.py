@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.echo import EchoRunner
 from engine.errors import ModelError
+from engine.grammars import GrammarError, Grammars
 from engine.lanes import Lanes, num_cores
 from engine.limits import Limits
 from engine.loop import EngineLoop
@@ -19,6 +21,8 @@ from engine.request import Engine
 from engine.scheduler import Scheduler
 from engine.step import Runner
 
+logger = logging.getLogger(__name__)
+
 
 def build(config: EngineConfig) -> Engine:
     """The engine for the model in config.model_dir, loaded and not yet started.
@@ -27,7 +31,8 @@ def build(config: EngineConfig) -> Engine:
     """
     runner = _runner(config)
     try:
-        return EngineLoop(runner, _detokenizer(config.model_dir), scheduler_for(runner, config))
+        detokenizer = _detokenizer(config.model_dir)
+        return EngineLoop(runner, detokenizer, scheduler_for(runner, config), _grammars(runner, config.model_dir))
     except BaseException:
         runner.close()
         raise
@@ -71,3 +76,12 @@ def _detokenizer(model_dir: Path) -> Detokenizer:
         return Detokenizer.load(model_dir)
     except Exception as error:  # tokenizers raises nothing narrower for a missing or broken file
         raise ModelError(f"{model_dir}: tokenizer.json cannot be used: {error}") from error
+
+
+def _grammars(runner: Runner, model_dir: Path) -> Grammars | GrammarError:
+    """A model whose tokenizer llguidance does not know is served all the same, without grammars."""
+    try:
+        return Grammars.load(model_dir, vocab_size=runner.vocab_size, eos_ids=runner.eos_ids)
+    except GrammarError as error:
+        logger.warning("%s: no grammars: %s", model_dir, error)
+        return error

@@ -5,8 +5,9 @@ on exactly as it would have, on whichever worker. It is a letter or a space; no 
 string or one of its stop_ids.
 
 There are no logits: the token is certain, its log-probability 0 and no other is likely. So temperature, top_k, top_p,
-min_p, penalties, logit_bias, allowed_ids, bad_words, masks and grammar change nothing. All that ends a text is kept,
-min_tokens too: a stop token before it is a token with text.
+min_p, penalties, logit_bias, allowed_ids and bad_words change nothing. All that ends a text is kept, min_tokens too: a
+stop token before it is a token with text. A grammar is kept to: of the tokens that may come each is as likely, and
+seed, choice and position draw one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.detokenizer import BYTE_ALPHABET
 from engine.request import TokenLogprob
-from engine.step import Sampled, StepPlan
+from engine.step import Ints, Sampled, StepPlan
 
 CONTEXT_LENGTH = 8192
 """Positions of an echo sequence, prompt and output together."""
@@ -58,10 +60,12 @@ class EchoRunner:
             time.sleep(self._step_s)
         token_ids, logprobs = list[int](), dict[int, TokenLogprob]()
         ends = (plan.starts + plan.counts).tolist()
-        for sampling, end in zip(plan.samplings, ends, strict=True):
+        for chunk, (sampling, end) in enumerate(zip(plan.samplings, ends, strict=True)):
             if sampling is None:
                 continue
             token_id = echo_token(sampling.seed, end, choice=sampling.choice)
+            if chunk in plan.masks:
+                token_id = _masked(plan.masks[chunk], sampling.seed, end, choice=sampling.choice)
             if sampling.top_logprobs is not None:
                 top = ((token_id, 0.0),)[: sampling.top_logprobs]
                 logprobs[len(token_ids)] = TokenLogprob(token_id, 0.0, top)
@@ -74,11 +78,21 @@ class EchoRunner:
 
 def echo_token(seed: int, position: int, *, choice: int = 0) -> int:
     """The token id, a byte, that the echo model has at an absolute position."""
+    return _LETTERS[_mixed(seed, position, choice) >> 59]
+
+
+def _masked(mask: Ints, seed: int, position: int, *, choice: int) -> int:
+    """One of the tokens that may come, each as likely."""
+    may_come = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(may_come[_mixed(seed, position, choice) % len(may_come)])
+
+
+def _mixed(seed: int, position: int, choice: int) -> int:
+    """64 bits."""
     mixed = seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + choice * 0xA0761D6478BD642F + 1
     mixed &= 2**64 - 1
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return _LETTERS[mixed >> 59]
+    return ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
 
 
 def write_model(model_dir: Path) -> None:

@@ -7,9 +7,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.detokenizer import Detokenizer, TextStream
+from engine.grammars import GrammarError, Grammars, Guide
+from engine.guides import Guides
 from engine.request import Finish, Output, Request, Sampling, Stats
 from engine.scheduler import Scheduler
 from engine.step import Progress, Runner
@@ -21,15 +23,27 @@ _CLOSE_TIMEOUT_S = 30.0
 """How long close() waits for the step that is being computed."""
 
 
+_NO_GRAMMARS = GrammarError("This engine has no grammars.")
+
+
 class EngineStoppedError(RuntimeError):
     """The engine takes no more requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A request, and what has come of its grammar."""
+
+    request: Request
+    guide: Guide | GrammarError
 
 
 class EngineLoop:
     """Continuous batching over one runner: implements request.Engine.
 
     The thread alone touches scheduler, runner and detokenizer; other threads leave word in the inbox. Between steps
-    it empties the inbox; without work it sleeps until word comes.
+    it empties the inbox; without work it sleeps until word comes. A request with a grammar waits outside until that is
+    compiled, on a thread beside.
 
     An abort shows nothing more: text that is held back then belongs to the tokens that a later attempt resumes from.
     The last Output of any other end carries the rest of the text.
@@ -38,17 +52,28 @@ class EngineLoop:
     a result. `failure` says why; the process is expected to exit, and the jobs are resumed elsewhere.
     """
 
-    def __init__(self, runner: Runner, detokenizer: Detokenizer, scheduler: Scheduler) -> None:
-        """Runner and scheduler, made for each other, are the loop's from here on; the runner is closed with it."""
+    def __init__(
+        self,
+        runner: Runner,
+        detokenizer: Detokenizer,
+        scheduler: Scheduler,
+        grammars: Grammars | GrammarError = _NO_GRAMMARS,
+    ) -> None:
+        """Runner and scheduler, made for each other, are the loop's from here on; the runner is closed with it.
+
+        grammars  or why there are none: requests that have one then end with that
+        """
         self._runner = runner
         self._detokenizer = detokenizer
         self._scheduler = scheduler
+        self._guides = Guides(grammars)
         self._transcripts: dict[str, _Transcript] = {}
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
 
         self._word = threading.Condition()  # guards what follows
-        self._inbox: list[Request | str] = []  # requests to take and ids to abort, in the order they came
+        self._inbox: list[Request | _Compiled | str] = []  # requests to take, ids to abort, in the order they came
+        self._compiling: dict[str, Request] = {}  # whose grammars are; the engine's thread alone takes them out
         self._live: set[str] = set()
         self._stats = self._scheduler.stats()
         self._is_closing = False
@@ -72,7 +97,16 @@ class EngineLoop:
             if request.id in self._live:
                 raise ValueError(f"request {request.id} is already in the engine")
             self._live.add(request.id)
-            self._inbox.append(request)
+            if request.sampling.grammar is None:
+                self._inbox.append(request)
+                self._word.notify()
+                return
+            self._compiling[request.id] = request
+        self._guides.compile(request, lambda guide: self._put(_Compiled(request, guide)))
+
+    def _put(self, message: _Compiled) -> None:
+        with self._word:
+            self._inbox.append(message)
             self._word.notify()
 
     def abort(self, request_id: str) -> None:
@@ -83,10 +117,11 @@ class EngineLoop:
                 self._word.notify()
 
     def stats(self) -> Stats:
-        """The engine after its last step; requests in the inbox count as waiting. From any thread."""
+        """The engine after its last step; requests that it has not taken yet count as waiting. From any thread."""
         with self._word:
             stats = self._stats
             arrived = Counter(request.rank for request in self._inbox if isinstance(request, Request))
+            arrived.update(request.rank for request in self._compiling.values())
         if not arrived:
             return stats
         num_ranks = max(len(stats.waiting_by_rank), max(arrived) + 1)
@@ -149,12 +184,24 @@ class EngineLoop:
             self._stats = self._scheduler.stats()
         return outputs
 
-    def _receive(self, message: Request | str) -> Output | None:
+    def _receive(self, message: Request | _Compiled | str) -> Output | None:
         if isinstance(message, Request):
             return self._take(message)
+        if isinstance(message, _Compiled):
+            return self._take_compiled(message)
         return self._abort(message)
 
-    def _take(self, request: Request) -> Output | None:
+    def _take_compiled(self, message: _Compiled) -> Output | None:
+        request = message.request
+        if self._compiling.get(request.id) is not request:
+            return None  # it was aborted meanwhile, and another one may have its name
+        output = self._take(request, message.guide)
+        with self._word:
+            del self._compiling[request.id]
+            self._stats = self._scheduler.stats()
+        return output
+
+    def _take(self, request: Request, guide: Guide | GrammarError | None = None) -> Output | None:
         end = self._scheduler.add(request, time.monotonic())
         self._transcripts[request.id] = transcript = _Transcript(self._detokenizer.stream(), request.sampling)
         resumed_ids = request.resumed_ids
@@ -165,17 +212,26 @@ class EngineLoop:
             return self._output(end)
         if transcript.is_stopped:
             return self._stop(Progress(request.id), "")
+        if isinstance(guide, GrammarError):
+            return self._fail(Progress(request.id), "", str(guide))
+        if guide is not None:
+            self._guides.add(request.id, guide)
+            if guide.is_complete:
+                return self._stop(Progress(request.id), transcript.flush())
         return None
 
     def _abort(self, request_id: str) -> Output | None:
-        if not self._scheduler.abort(request_id):
+        if not self._scheduler.abort(request_id) and request_id not in self._compiling:
             return None
-        del self._transcripts[request_id]
+        with self._word:
+            self._compiling.pop(request_id, None)
+        self._forget(request_id)
         return self._make_output(Progress(request_id, finish=Finish.ABORTED), "")
 
     def _abort_all(self) -> list[Output]:
         outputs = self._empty_inbox()
-        outputs += [output for request_id in list(self._transcripts) if (output := self._abort(request_id))]
+        left = [*self._transcripts, *self._compiling]
+        outputs += [output for request_id in left if (output := self._abort(request_id))]
         with self._word:
             self._stats = self._scheduler.stats()
         return outputs
@@ -184,7 +240,7 @@ class EngineLoop:
         """As an abort, it shows nothing more."""
         expired = self._scheduler.expire(time.monotonic())
         for progress in expired:
-            del self._transcripts[progress.request_id]
+            self._forget(progress.request_id)
         return [self._make_output(progress, "") for progress in expired]
 
     def _step(self) -> list[Output]:
@@ -192,31 +248,48 @@ class EngineLoop:
         plan = self._scheduler.plan(started)
         if plan is None:
             return []
+        if masks := self._guides.masks(plan):
+            plan = replace(plan, masks=masks)
         sampled = self._runner.execute(plan)
         progress = self._scheduler.commit(plan, sampled, elapsed_ms=1000 * (time.monotonic() - started))
+        self._guides.advance(progress)
         outputs = [self._output(gained) for gained in progress]
         with self._word:
             self._stats = self._scheduler.stats()
         return outputs
 
     def _output(self, progress: Progress) -> Output:
-        """The output for what the scheduler booked: text, and the end where a stop string appeared."""
+        """The output for what the scheduler booked: text, and the end where a stop string or a grammar makes one."""
         transcript = self._transcripts[progress.request_id]
+        guide = self._guides.of(progress.request_id)
+        is_complete = guide is not None and guide.is_complete
         # The scheduler's own STOP is an end-of-sequence or stop token, which has no text.
         text = "" if progress.finish is Finish.STOP else transcript.push(progress.token_ids)
-        if progress.finish and progress.finish is not Finish.ERROR:
+        if (progress.finish and progress.finish is not Finish.ERROR) or is_complete:
             text += transcript.flush()
-        if transcript.is_stopped:
+        if transcript.is_stopped or is_complete:
             return self._stop(progress, text)
         if progress.finish:
-            del self._transcripts[progress.request_id]
+            self._forget(progress.request_id)
+        elif guide is not None and guide.problem is not None:
+            return self._fail(progress, text, guide.problem)
         return self._make_output(progress, text)
 
     def _stop(self, progress: Progress, text: str) -> Output:
-        """End a request whose text reached a stop string; the scheduler knows no text and is told."""
+        """End a request whose text is whole by a stop string or its grammar, which the scheduler does not know."""
         self._scheduler.stop(progress.request_id)
-        del self._transcripts[progress.request_id]
+        self._forget(progress.request_id)
         return self._make_output(progress._replace(finish=Finish.STOP, error=None), text)
+
+    def _fail(self, progress: Progress, text: str, error: str) -> Output:
+        """End a request that its grammar leaves no way to go on."""
+        self._scheduler.abort(progress.request_id)
+        self._forget(progress.request_id)
+        return self._make_output(progress._replace(finish=Finish.ERROR, error=error), text)
+
+    def _forget(self, request_id: str) -> None:
+        self._transcripts.pop(request_id, None)
+        self._guides.forget(request_id)
 
     def _make_output(self, progress: Progress, text: str) -> Output:
         return Output(

@@ -23,7 +23,7 @@ from app import batches, choices, db, events, files, jobs, limits, moves
 from app.batches import Status
 from app.choices import Choice
 from app.db import Database
-from app.errors import InvalidRequest, NotFound, QuotaExceeded, Refusal
+from app.errors import InvalidRequest, NotFound, QuotaExceeded, Refusal, Unavailable
 from app.events import Event
 from app.jobs import Submission
 from app.rows import Desk, Line, Row, count_rows, encoded, line_of_job, line_of_unread, read_lines, row_of
@@ -78,7 +78,7 @@ class Clerk:
     def advance(self, batch_id: str) -> Step:
         """Take the next step of a batch. Nothing is done while somebody else advances it.
 
-        Raises Unavailable when the disk is full.
+        Raises Unavailable when the disk is full, or grammars cannot be checked.
         """
         with self.database.exclusively(BATCH_LOCK, batch_id) as is_mine:
             if not is_mine:
@@ -187,6 +187,8 @@ class Clerk:
     def _submission(self, row: Row, seen: Batch) -> Submission | Refusal:
         try:
             return self.desk.submission_of(row, seen.endpoint)
+        except Unavailable:
+            raise
         except Refusal as refusal:
             return refusal
 

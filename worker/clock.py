@@ -18,6 +18,7 @@ from app import models, retention
 from app.broker import Broker, BrokerError
 from app.db import Database
 from app.dispatch import Dispatcher, settle
+from app.grammars import Grammars
 from app.metrics import MetricsServer
 from app.models import Model
 from app.prompts import Prompts
@@ -104,7 +105,7 @@ def rounds(opened: Services) -> list[Round]:
         on_requeued=opened.dispatcher.nudge,
     )
     shelf = Shelf(opened.settings)
-    desk = Desk(opened.settings, opened.model, Prompts(opened.model))
+    desk = Desk(opened.settings, opened.model, Prompts(opened.model), Grammars(opened.model))
     clerk = Clerk(opened.database, desk, shelf)
     return [
         Round("sweep", opened.settings.sweep_interval_s, sweeper.sweep),

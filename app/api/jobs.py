@@ -45,6 +45,7 @@ def submit() -> Response:
         plan=Plan(tenant().plan),
         model=own.model,
         prompts=own.prompts,
+        grammars=own.grammars,
         settings=own.settings,
     )
     submitted = own.reception.submit(

@@ -19,6 +19,7 @@ from app.db import Database
 from app.dispatch import Dispatcher
 from app.errors import SetupError
 from app.events import Event, Hub
+from app.grammars import Grammars
 from app.limits import Rates
 from app.metrics import MetricsServer
 from app.models import Model
@@ -39,6 +40,7 @@ class Services:
     settings: Settings
     model: Model
     prompts: Prompts
+    grammars: Grammars
     vault: Vault
     database: Database
     redis: redis.Redis
@@ -63,6 +65,7 @@ class Services:
     def close(self) -> None:
         self.end_streams()
         self.metrics_server.close()
+        self.grammars.close()
         self.dispatcher.close()
         self.hub.close()
         self.broker.close()
@@ -118,6 +121,7 @@ class PerProcess:
             settings=self.settings,
             model=self._model,
             prompts=self._prompts,
+            grammars=Grammars(self._model),
             vault=self._vault,
             database=database,
             redis=client,

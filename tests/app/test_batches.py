@@ -21,6 +21,7 @@ from app.claims import Finished
 from app.db import Database
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
 from app.events import Delta, append_tokens
+from app.grammars import Grammars
 from app.logprobs import TokenLogprob, pack
 from app.models import Model
 from app.prompts import Prompts
@@ -164,7 +165,7 @@ class Play:
 
 @pytest.fixture(scope="module")
 def desk(settings: Settings, model: Model) -> Desk:
-    return Desk(settings, model, Prompts(model))
+    return Desk(settings, model, Prompts(model), Grammars(model))
 
 
 @pytest.fixture

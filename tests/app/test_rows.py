@@ -8,6 +8,7 @@ import json
 import pytest
 
 from app.errors import Refusal
+from app.grammars import Grammars
 from app.models import Model
 from app.prompts import Prompts
 from app.rows import Desk, Line, count_rows, encoded, read_lines, row_of
@@ -79,7 +80,7 @@ def row(**changes: object) -> bytes:
 
 @pytest.fixture(scope="module")
 def desk(settings: Settings, model: Model) -> Desk:
-    return Desk(settings, model, Prompts(model))
+    return Desk(settings, model, Prompts(model), Grammars(model))
 
 
 def refusal_of(desk: Desk, content: bytes | None, endpoint: str = ENDPOINT) -> tuple[str | None, str]:

@@ -8,6 +8,7 @@ import pytest
 
 from app import submissions
 from app.errors import InvalidRequest
+from app.grammars import Grammars
 from app.jobs import Submission
 from app.models import Model
 from app.prompts import Prompts
@@ -49,12 +50,17 @@ TOLD = {
 
 @pytest.fixture(scope="module")
 def desk(settings: Settings, model: Model) -> Desk:
-    return Desk(settings, model, Prompts(model))
+    return Desk(settings, model, Prompts(model), Grammars(model))
 
 
 def submission_of(desk: Desk, body: dict[str, Any]) -> Submission:
     return submissions.to_submission(
-        submissions.parse(body), plan=Plan.PAID, model=desk.model, prompts=desk.prompts, settings=desk.settings
+        submissions.parse(body),
+        plan=Plan.PAID,
+        model=desk.model,
+        prompts=desk.prompts,
+        grammars=desk.grammars,
+        settings=desk.settings,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from app import submissions
 from app.errors import InvalidRequest, NotFound
+from app.grammars import Grammars
 from app.jobs import Submission
 from app.models import Model
 from app.prompts import Prompts
@@ -25,8 +26,12 @@ def prompts(model: Model) -> Prompts:
 
 @pytest.fixture
 def convert(model: Model, prompts: Prompts, settings: Settings) -> Any:
+    grammars = Grammars(model)
+
     def to_submission(request: JobRequest) -> Submission:
-        return submissions.to_submission(request, plan=Plan.PAID, model=model, prompts=prompts, settings=settings)
+        return submissions.to_submission(
+            request, plan=Plan.PAID, model=model, prompts=prompts, grammars=grammars, settings=settings
+        )
 
     return to_submission
 

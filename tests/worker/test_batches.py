@@ -15,6 +15,7 @@ from sqlalchemy import func, select, text, update
 from standardwebhooks import Webhook
 
 from app import batches, files, tables, tenants
+from app.grammars import Grammars
 from app.prompts import Prompts
 from app.rows import Desk
 from app.shelf import Shelf
@@ -56,7 +57,7 @@ def shelf(site: Any) -> Shelf:
 
 @pytest.fixture
 def desk(site: Any) -> Desk:
-    return Desk(site.settings, site.model, Prompts(site.model))
+    return Desk(site.settings, site.model, Prompts(site.model), Grammars(site.model))
 
 
 def create(site: Any, shelf: Shelf, lines: list[bytes], **fields: Any) -> str:

@@ -12,6 +12,7 @@ import pytest
 from app import batches, claims
 from app.claims import Finished
 from app.db import Database
+from app.grammars import Grammars
 from app.models import Model
 from app.moves import Status
 from app.prompts import Prompts
@@ -48,7 +49,7 @@ def create(call: Any, *rows: dict[str, Any], **fields: Any) -> Any:
 @pytest.fixture
 def run(db: Database, settings: Settings, model: Model, worker: Any) -> Callable[[str], None]:
     """Plays the io worker and the engine worker until a batch has ended."""
-    clerk = Clerk(db, Desk(settings, model, Prompts(model)), Shelf(settings))
+    clerk = Clerk(db, Desk(settings, model, Prompts(model), Grammars(model)), Shelf(settings))
 
     def work(batch_id: str) -> None:
         with db.transaction() as session:
