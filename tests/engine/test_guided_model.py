@@ -47,7 +47,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "patterns": {
         "type": "object",
-        "properties": {"id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}, "on": {"type": "string", "format": "date"}},
+        "properties": {
+            "id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+            "on": {"type": "string", "format": "date"},
+        },
         "required": ["id", "on"],
         "additionalProperties": False,
     },
