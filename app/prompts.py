@@ -62,16 +62,17 @@ class Prompts:
         return tuple(ids)
 
     def of_word(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """How a word may be spelled within a text: at the start of one, and behind a space. None for one of no tokens.
+        """How a word may be spelled within a text: at its start, and behind a space if that does not end alike.
 
-        A spelling that holds another one at its end says nothing more, and is left out.
+        Empty for a word that has no tokens.
         """
         bare = word.lstrip(" ") or word
-        spelled = [tuple(self._plain.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}")]
-        spelled = [ids for ids in dict.fromkeys(spelled) if ids]
-        return tuple(
-            ids for ids in spelled if not any(ids != other and ids[-len(other) :] == other for other in spelled)
+        start, behind_space = (
+            tuple(self._plain.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}")
         )
+        if not start:
+            return ()
+        return (start,) if behind_space[-len(start) :] == start else (start, behind_space)
 
     def of_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The ids of a chat, rendered by the model's template with the assistant's turn opened.

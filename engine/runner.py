@@ -53,22 +53,27 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
         """Move blocks, compute the step, and sample behind each chunk that does."""
-        self._cache.move(plan.moves)
-        tokens = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
-        positions = torch.from_numpy(plan.positions).to(self._device)
-        hidden = self._decoder.forward(tokens, positions, PagedAttention(self._cache, plan, self._decode_of))
-        chunks = plan.sampling_chunks
+        logits, chunks = self.logits(plan), plan.sampling_chunks
         if not chunks:
             return Sampled([])
-        last_rows = torch.from_numpy(np.cumsum(plan.counts, dtype=np.int64)[chunks] - 1).to(self._device)
         return sample(
-            self._decoder.logits(hidden[last_rows]),
+            logits,
             [sampling for sampling in plan.samplings if sampling is not None],
             (plan.starts + plan.counts)[chunks].tolist(),
             pasts={row: plan.pasts[chunk] for row, chunk in enumerate(chunks) if chunk in plan.pasts},
             masks={row: plan.masks[chunk] for row, chunk in enumerate(chunks) if chunk in plan.masks},
             eos_ids=self.eos_ids,
         )
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Move blocks, compute the step: the logits [R, V] behind the chunks that sample, in the model's dtype."""
+        self._cache.move(plan.moves)
+        tokens = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
+        positions = torch.from_numpy(plan.positions).to(self._device)
+        hidden = self._decoder.forward(tokens, positions, PagedAttention(self._cache, plan, self._decode_of))
+        ends = np.cumsum(plan.counts, dtype=np.int64)[plan.sampling_chunks]
+        return self._decoder.logits(hidden[torch.from_numpy(ends - 1).to(self._device)])
 
     def move(self, moves: Moves) -> None:
         """Move blocks, and nothing else."""

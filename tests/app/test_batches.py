@@ -22,6 +22,7 @@ from app.db import Database
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
 from app.events import Delta, append_tokens
 from app.grammars import Grammars
+from app.logprobs import TokenLogprob, pack
 from app.models import Model
 from app.prompts import Prompts
 from app.rows import Desk
@@ -59,6 +60,9 @@ class Crashing(Database):
         with super().transaction() as session:
             yield session
             raise Crash
+
+
+OK = [TokenLogprob(b"o", -0.5), TokenLogprob(b"k", -0.25)]
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,12 @@ class Play:
         with self.db.transaction() as session:
             queued = select(Job.id).where(Job.batch_id == batch_id, Job.status == "queued").limit(limit)
             claimed = claims.claim(session, self.worker.id, dict.fromkeys(session.scalars(queued), 1))
-            deltas = [Delta(each.job_id, each.attempt, each.last_event + 1, "ok", (1, 2)) for each in claimed]
+            deltas = [
+                Delta(each.job_id, each.attempt, each.last_event + 1 + choice, "ok", (1, 2), choice, "stop", packed)
+                for each in claimed
+                for packed in [pack(OK) if "top_logprobs" in each.sampling else None]
+                for choice in range(len(each.begun))
+            ]
             append_tokens(session, self.worker.id, deltas)
             ends = [Finished(each.job_id, each.attempt, end, "stop") for each in claimed]
             claims.finish(session, self.worker.id, ends)
@@ -219,6 +228,29 @@ def test_an_output_line_has_openais_shape(play: Play) -> None:
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "ok", "logprobs": None, "finish_reason": "stop"}]
     assert body["usage"]["completion_tokens"] == 2
+
+
+def test_rows_have_their_choices_and_logprobs_beside_those_without(play: Play) -> None:
+    asked: list[dict[str, Any]] = [{}, {"n": 3}, {"logprobs": 2}, {"n": 2, "logprobs": 0}, {}]
+    batch = play.run(play.create([row(str(number), prompt="hi", **fields) for number, fields in enumerate(asked)]))
+    bodies = [line["response"]["body"] for line in play.output(batch)]
+    logprobs = {
+        "tokens": ["o", "k"],
+        "token_logprobs": [-0.5, -0.25],
+        "top_logprobs": [{"o": -0.5}, {"k": -0.25}],
+        "text_offset": [0, 1],
+    }
+    for body, fields in zip(bodies, asked, strict=True):
+        assert body["choices"] == [
+            {
+                "index": index,
+                "text": "ok",
+                "logprobs": logprobs if "logprobs" in fields else None,
+                "finish_reason": "stop",
+            }
+            for index in range(fields.get("n", 1))
+        ]
+        assert body["usage"]["completion_tokens"] == 2 * fields.get("n", 1)
 
 
 def test_a_chat_row_gets_a_chat_completion(play: Play) -> None:

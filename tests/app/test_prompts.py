@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from app import models
 from app.errors import InvalidRequest
@@ -128,3 +130,15 @@ def test_a_model_without_a_template_takes_prompts_only(variant: Path) -> None:
 def test_the_ids_mean_the_text_that_was_sent(prompts: Prompts, model: Model) -> None:
     tokenizer = Tokenizer.from_file(str(model.directory / "tokenizer.json"))
     assert tokenizer.decode(list(prompts.of_text("naïve ☕"))) == "naïve ☕"
+
+
+def test_a_word_is_spelled_at_the_start_of_a_text_and_behind_a_space(prompts: Prompts, variant: Path) -> None:
+    assert prompts.of_word("no") == prompts.of_word(" no") == (tuple(b"no"),), "the other one only ends with it"
+    assert prompts.of_word(" ") == ((32,),)
+    vocab = {"n": 0, "o": 1, "Ġ": 2, "no": 3, "Ġno": 4}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[("n", "o"), ("Ġ", "no")]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(variant / "tokenizer.json"))
+    assert prompts_of(variant).of_word("no") == ((3,), (4,))
+    assert prompts_of(variant).of_word("  noo") == ((3, 1), (4, 1))
+    assert prompts_of(variant).of_word("x") == (), "the vocabulary does not have it"

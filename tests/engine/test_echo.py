@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.echo import EchoRunner, echo_token, write_model
-from engine.request import Sampling
+from engine.request import Sampling, TokenLogprob
 from engine.step import Chunk, pack
 
 
@@ -27,6 +27,20 @@ def test_a_token_depends_on_seed_and_position_alone() -> None:
 def test_streams_of_different_seeds_differ() -> None:
     streams = {tuple(echo_token(seed, position) for position in range(32)) for seed in (0, 1, 2, 2**63 - 1)}
     assert len(streams) == 4
+
+
+def test_choices_have_streams_of_their_own_and_the_first_is_the_seeds() -> None:
+    streams = {tuple(echo_token(5, position, choice=choice) for position in range(32)) for choice in range(4)}
+    assert len(streams) == 4
+    assert tuple(echo_token(5, position) for position in range(32)) in streams
+
+
+def test_the_token_is_certain_and_no_other_is_likely() -> None:
+    samplings = [Sampling(9, seed=row, top_logprobs=asked) for row, asked in enumerate((None, 0, 5))]
+    chunks = [Chunk(str(row), (1,), 3, (0,), sampling) for row, sampling in enumerate(samplings)]
+    sampled = EchoRunner().execute(pack(1, chunks, block_size=16))
+    _, second, third = sampled.token_ids
+    assert sampled.logprobs == {1: TokenLogprob(second, 0.0), 2: TokenLogprob(third, 0.0, ((third, 0.0),))}
 
 
 def test_the_text_is_words_of_letters_and_never_ends_itself() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -19,9 +20,10 @@ from engine.errors import ModelError
 from engine.lanes import MIN_LANE_TOKENS, LaneError, Lanes, share
 from engine.request import Sampling
 from engine.runner import BLOCK_SIZE, ModelRunner
-from engine.step import Chunk, Moves, StepPlan, pack
+from engine.step import Chunk, Moves, Past, StepPlan, pack
 
 GREEDY = Sampling(max_tokens=1, temperature=0.0)
+EMPTY = np.zeros(0, dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +103,24 @@ def test_any_number_of_lanes_makes_the_tokens_of_one_process(count: int, config:
                 blocks=(2 * name, 2 * name + 1),
                 temperature=name % 2,
                 seed=name,
+                min_tokens=3,
+                top_logprobs=name % 3 or None,
             )
             for name in names
         ]
-        sampled = alone.execute(make_plan(*chunks))
-        assert lanes.execute(make_plan(*chunks)) == sampled
+        # What belongs to single chunks finds them again: of the last one nothing may come, of others what a mask says.
+        pasts = {index: Past(0, (), EMPTY, EMPTY) for index in range(len(chunks))}
+        masks = {index: np.full(10, 1 << index, dtype=np.int32) for index in range(0, len(chunks) - 1, 3)}
+        plan = replace(make_plan(*chunks), pasts=pasts, masks=masks | {len(chunks) - 1: np.zeros(10, dtype=np.int32)})
+        sampled = alone.execute(plan)
+        of_lanes = lanes.execute(plan)
+        assert (of_lanes.token_ids, of_lanes.errors) == (sampled.token_ids, sampled.errors)
+        assert {place: logprob.token_id for place, logprob in of_lanes.logprobs.items()} == {
+            place: logprob.token_id for place, logprob in sampled.logprobs.items()
+        }
+        assert sampled.errors.keys() == {len(chunks) - 1}
+        assert sampled.logprobs.keys() == {place for place, name in enumerate(names) if name % 3}
+        assert all(sampled.token_ids[index] % 32 == index for index in masks)
         for name, token_id in zip(names, sampled.token_ids, strict=True):
             computed[name] = len(tokens[name])
             tokens[name].append(token_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.echo import EchoRunner, echo_token, write_model
 from engine.loop import EngineLoop, EngineStoppedError
-from engine.request import Engine, Finish, Output, Request, Sampling
+from engine.request import Engine, Finish, Output, Request, Sampling, TokenLogprob
 from engine.step import Runner, Sampled, StepPlan
 
 BOUND_S = 20.0
@@ -250,6 +251,82 @@ def test_a_request_that_cannot_be_computed_ends_with_a_sentence(make_loop: MakeL
     assert output.finish is Finish.ERROR
     assert output.error == "The prompt has 9000 tokens; a context of 8192 has no room to answer it."
     assert (output.text, output.token_ids) == ("", ())
+
+
+def test_a_stop_token_ends_the_text_and_has_none(make_loop: MakeLoop) -> None:
+    loop, collector = make_loop(ScriptRunner("hi!")), Collector()
+    loop.start(collector)
+    loop.submit(Request("a", (1,), Sampling(max_tokens=9, stop_ids=(ord("!"),), ignore_eos=True)))
+    collector.wait_for_ends("a")
+    assert bytes(collector.tokens("a")) == b"hi!"
+    assert (collector.text("a"), collector.finish("a")) == ("hi", Finish.STOP)
+
+
+@pytest.mark.parametrize(
+    ("fields", "min_tokens", "text"),
+    [
+        ({"stop": ("END",)}, 6, "one "),  # complete with token 7
+        ({"stop": ("END",)}, 7, "one END two "),
+        ({"stop": ("END",)}, 14, "one END two "),  # begins early
+        ({"stop_ids": (ord("E"),)}, 4, "one "),
+        ({"stop_ids": (ord("E"),)}, 5, "one END two "),
+    ],
+)
+def test_nothing_ends_a_text_before_min_tokens(
+    make_loop: MakeLoop, fields: dict[str, Any], min_tokens: int, text: str
+) -> None:
+    loop, collector = make_loop(ScriptRunner("one_END two END")), Collector()
+    loop.start(collector)
+    sampling = Sampling(max_tokens=99, min_tokens=min_tokens, **fields)
+    loop.submit(Request("whole", (1,), sampling))
+    collector.wait_for_ends("whole")
+    assert collector.text("whole").replace("_", " ") == text
+    assert collector.finish("whole") is Finish.STOP
+    for cut in range(1, len(collector.of("whole"))):
+        resumed_ids = tuple(collector.tokens("whole")[:cut])
+        loop.submit(Request(f"cut {cut}", (1,), sampling, resumed_ids=resumed_ids))
+        collector.wait_for_ends(f"cut {cut}")
+        assert [(o.text, o.finish) for o in collector.of(f"cut {cut}")] == [
+            (o.text, o.finish) for o in collector.of("whole")[cut:]
+        ]
+
+
+def test_each_token_carries_its_logprob_where_asked_for(make_loop: MakeLoop) -> None:
+    loop, collector = make_loop(EchoRunner()), Collector()
+    loop.start(collector)
+    loop.submit(Request("asked", (1,), Sampling(max_tokens=5, seed=3, top_logprobs=2)))
+    loop.submit(Request("not asked", (1,), Sampling(max_tokens=5, seed=3)))
+    collector.wait_for_ends("asked", "not asked")
+    assert [o.logprobs for o in collector.of("asked")] == [
+        tuple(TokenLogprob(token_id, 0.0, ((token_id, 0.0),)) for token_id in o.token_ids)
+        for o in collector.of("asked")
+    ]
+    assert not any(o.logprobs for o in collector.of("not asked"))
+
+
+def test_a_row_for_which_no_token_is_left_ends_alone(make_loop: MakeLoop) -> None:
+    class Stuck(EchoRunner):
+        """Finds no token for the requests whose sampling allows but one, once they have three tokens."""
+
+        def execute(self, plan: StepPlan) -> Sampled:
+            sampled = super().execute(plan)
+            stuck = [
+                place
+                for place, chunk in enumerate(plan.sampling_chunks)
+                if (sampling := plan.samplings[chunk]) and sampling.allowed_ids and plan.starts[chunk] >= 3
+            ]
+            return sampled._replace(errors=dict.fromkeys(stuck, "No token may follow."))
+
+    loop, collector = make_loop(Stuck()), Collector()
+    loop.start(collector)
+    loop.submit(Request("stuck", (1,), Sampling(max_tokens=9, allowed_ids=(1,))))
+    loop.submit(Request("free", (1,), Sampling(max_tokens=9, seed=1)))
+    collector.wait_for_ends("stuck", "free")
+    assert len(collector.tokens("stuck")) == 3
+    assert (collector.finish("stuck"), collector.of("stuck")[-1].error) == (Finish.ERROR, "No token may follow.")
+    assert collector.tokens("free") == [echo_token(1, 1 + i) for i in range(9)]
+    assert loop.stats().generated_tokens == 12
+    assert loop.stats().blocks_used == 0
 
 
 def test_abort_takes_effect_with_the_next_step_whatever_the_state(make_loop: MakeLoop) -> None:

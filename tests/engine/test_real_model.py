@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from engine.builder import build
 from engine.config import EngineConfig
-from engine.request import Engine, Finish, Output, Request, Sampling
+from engine.logprobs import logprobs_of
+from engine.request import Engine, Finish, Output, Request, Sampling, TokenLogprob
 
 TIE = 1e-4
 """Logits closer than this are a tie: fp32 sums in another order may decide it either way."""
+LOGPROB_TOLERANCE = 5e-5
+"""Of log-probabilities of two models in fp32: transformers is up to 1.6e-5 off its own in fp64 here, we are 3e-5."""
 TEXT = (
     "The lighthouse keeper wrote down the weather every morning: wind from the west, a low sea, gulls on the rail. "
     "In the village below, people said that the light had never failed since the year of the great storm, when two "
@@ -37,6 +40,7 @@ class Collected:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     finishes: dict[str, Finish] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -44,6 +48,7 @@ class Collected:
         with self.changed:
             for output in outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
                 self.texts[output.request_id] = self.texts.get(output.request_id, "") + output.text
                 if output.finish:
                     self.finishes[output.request_id] = output.finish
@@ -166,3 +171,36 @@ def test_a_resumed_request_goes_on_with_the_same_random_stream(smollm2_dir: Path
         tokens = run([whole, *jobs[1:4]]).tokens["whole"]
         rest = Request("rest", whole.prompt_ids, sampling, resumed_ids=tuple(tokens[:5]))
         assert run([rest]).tokens["rest"] == tokens[5:]
+
+
+def test_logprobs_are_those_of_transformers(smollm2_dir: Path, jobs: list[Request], reference: torch.nn.Module) -> None:
+    """Of the model alone, whatever the sampling makes of its logits."""
+    samplings = [
+        Sampling(8, temperature=0.0, ignore_eos=True, top_logprobs=5),
+        Sampling(8, temperature=3.0, seed=1, ignore_eos=True, top_logprobs=20, logit_bias=((100, 5.0),)),
+        Sampling(8, repetition_penalty=1.3, ignore_eos=True, top_logprobs=0, allowed_ids=tuple(range(9000))),
+        Sampling(8, temperature=0.0, ignore_eos=True),
+    ]
+    asked = [replace(job, sampling=sampling) for job, sampling in zip(jobs, samplings, strict=False)]
+    with started(EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1)) as run:
+        collected = run(asked)
+    assert collected.logprobs[asked[-1].id] == []
+    for request in asked[:-1]:
+        tokens, found = collected.tokens[request.id], collected.logprobs[request.id]
+        prompt = list(request.prompt_ids)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        for token_id, logprob, expected in zip(tokens, found, logits.log_softmax(-1), strict=True):
+            assert logprob.token_id == token_id
+            assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=LOGPROB_TOLERANCE)
+            assert len(logprob.top) == request.sampling.top_logprobs
+            likeliest = expected.topk(len(logprob.top)).values.tolist()
+            assert [value for _, value in logprob.top] == pytest.approx(likeliest, abs=LOGPROB_TOLERANCE)
+            for other_id, value in logprob.top:
+                assert value == pytest.approx(float(expected[other_id]), abs=LOGPROB_TOLERANCE)
+        # From the same logits, the logarithms themselves are exact to the bits of fp32.
+        truth = logits.double().log_softmax(-1)
+        same = logprobs_of(logits, tokens, [Sampling(8, top_logprobs=20)] * len(tokens))
+        for row, (token_id, logprob, top) in same.items():
+            assert logprob == pytest.approx(float(truth[row, token_id]), abs=1e-5)
+            assert [value for _, value in top] == pytest.approx(truth[row].topk(20).values.tolist(), abs=1e-5)

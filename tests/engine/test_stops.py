@@ -52,6 +52,25 @@ def test_nothing_is_shown_after_a_stop_string() -> None:
     assert matcher.push("more") == "" and matcher.flush() == ""
 
 
+@pytest.mark.parametrize(
+    ("stops", "early", "late", "expected"),
+    [
+        (("END",), "one END two", " END", ["one END two ", ""]),
+        (("END",), "one EN", "D", ["one ", ""]),  # begun early, complete late
+        (("aa",), "aa", "a", ["a", ""]),  # its second half is the first of another
+        (("ab", "cab"), "cab", "cab", ["cab", ""]),
+    ],
+)
+def test_a_stop_string_that_is_complete_too_early_is_text(
+    stops: tuple[str, ...], early: str, late: str, expected: list[str]
+) -> None:
+    matcher = StopMatcher(stops)
+    shown = matcher.push(early, may_stop=False)
+    assert not matcher.is_stopped
+    assert [shown + matcher.push(late), matcher.flush()] == expected
+    assert matcher.is_stopped
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),

@@ -82,9 +82,10 @@ def _log(job: Job, rows: list[tables.Event]) -> Iterator[str]:
 def _choice(job: Job, choice: Choice, rows: list[tables.Event]) -> Iterator[str]:
     """Deltas that join to the result, tokens that are right, each with its logprob where these are wanted."""
     own = [row for row in rows if row.kind == "tokens" and row.choice == choice.index]
-    if "".join(row.text or "" for row in own) != choice.text:
-        yield f"{job.id}: the deltas of choice {choice.index} joined are not its result"
     tokens = [token_id for row in own for token_id in row.token_ids or ()]
+    text = "".join(row.text or "" for row in own)
+    if (text, text) != (choice.text, bytes(tokens).decode()) or (choice.index == 0 and text != job.output_text):
+        yield f"{job.id}: the deltas of choice {choice.index} joined are not its result"
     places = range(job.prompt_tokens, job.prompt_tokens + len(tokens))
     if tokens != [echo_token(job.sampling["seed"], place, choice=choice.index) for place in places]:
         yield f"{job.id} has tokens of choice {choice.index} that no undisturbed run would have"

@@ -34,7 +34,7 @@ DAMAGES = {
     "a text that was shown twice": (
         "update events set text = text || text where (job_id, number) ="
         " (select job_id, number from events where kind = 'tokens' and text > '' limit 1)",
-        "its deltas joined are not its result",
+        "joined are not its result",
     ),
     "a token that was computed twice": (
         "update events set token_ids = token_ids || token_ids where (job_id, number) ="

@@ -12,6 +12,8 @@ from werkzeug.test import TestResponse
 
 from app.api.services import services_of
 from app.db import Database
+from app.events import Delta, append_tokens
+from app.logprobs import TokenLogprob, pack
 from app.reception import Reception
 from app.settings import Settings
 from app.tables import Delivery, Job
@@ -179,6 +181,34 @@ def test_a_finished_job_shows_its_result(call: Any, worker: Any) -> None:
     assert job["status"] == "succeeded"
     assert job["output"]["choices"] == [{"index": 0, "text": "Grüße \0\u2028", "finish_reason": "stop"}]
     assert job["created_at"] < job["started_at"] <= job["finished_at"]
+
+
+def test_choices_and_their_logprobs_are_shown_of_a_job_that_is_read_alone(
+    call: Any, db: Database, worker: Any, limit: Any
+) -> None:
+    limit(tokens_per_day=5 + 2 * 9)
+    asked = {"prompt": "hello", "n": 2, "max_tokens": 9, "logprobs": True}
+    too_many = call("POST", "/v1/jobs", json=asked | {"n": 3})
+    assert (too_many.status_code, too_many.get_json()["error"]["code"]) == (429, "quota_exceeded")
+    submitted = call("POST", "/v1/jobs", json=asked, headers={"Idempotency-Key": "a"}).get_json()
+    nothing = [{"index": index, "text": "", "finish_reason": None} for index in (0, 1)]
+    assert submitted["output"]["choices"] == nothing
+    claim = worker.take(submitted["id"])
+    with db.transaction() as session:
+        likely = pack([TokenLogprob(b"a", -0.5)])
+        append_tokens(session, worker.id, [Delta(claim.job_id, 1, 3, "a", (97,), 1, "length", likely)])
+    job = call("GET", f"/v1/jobs/{claim.job_id}").get_json()
+    content = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]
+    shown = [nothing[0], {"index": 1, "text": "a", "finish_reason": "length"}]
+    whole = [shown[0] | {"logprobs": {"content": []}}, shown[1] | {"logprobs": {"content": content}}]
+    assert job["output"]["choices"] == whole
+    assert job["usage"] == {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}
+    (listed,) = call("GET", "/v1/jobs").get_json()["data"]
+    assert listed["output"]["choices"] == shown
+    again = call("POST", "/v1/jobs", json=asked, headers={"Idempotency-Key": "a"}).get_json()
+    assert again["output"]["choices"] == whole
+    cancelled = call("POST", f"/v1/jobs/{claim.job_id}/cancel").get_json()
+    assert (cancelled["status"], cancelled["output"]["choices"]) == ("cancelled", whole)
 
 
 def test_the_list_is_walked_with_a_cursor(call: Any) -> None:

@@ -43,3 +43,13 @@ def test_unknown_job_is_named(everbatch: Everbatch) -> None:
     watched = everbatch("watch", "job_nope")
     assert (watched.exit_code, watched.stdout) == (2, "")
     assert "'job_nope'" in watched.stderr
+
+
+def test_the_first_of_several_choices_is_shown_live_and_the_others_at_the_end(
+    everbatch: Everbatch, client: Client
+) -> None:
+    job = client.wait(client.submit("x", max_tokens=30, n=3)["id"])
+    first, second, third = (choice["text"] for choice in job["output"]["choices"])
+    watched = everbatch("watch", job["id"])
+    assert (watched.exit_code, watched.stdout) == (0, f"{first}\n{second}\n{third}\n")
+    assert "choice 1" in watched.stderr and len({first, second, third}) == 3
