@@ -156,34 +156,47 @@ def _rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _draw_ranked(
-    weights: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, most: int = CANDIDATES
+    weights: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """Token ids [R] of rows that keep only their likeliest tokens, from unnormalised weights [R, V].
+    """Token ids [R] of rows that keep only their likeliest tokens, from unnormalised weights [R, V]."""
+    size = weights.shape[-1]
+    chosen = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
+    left = torch.arange(len(weights), device=weights.device)
+    for most in (CANDIDATES, MORE_CANDIDATES, size):
+        if not len(left):
+            break
+        rows, k, p = _rows(weights, left), top_k[left], top_p[left]
+        ranked, tokens, sure = _rank(rows, most)
+        # The mass that top_p is a share of: of the top_k tokens, of which all or none may lie among the ranked.
+        few = k <= sure
+        whole = torch.where(
+            few, _kept(ranked, k).sum(dim=-1, dtype=torch.float64), rows.sum(dim=-1, dtype=torch.float64)
+        )
+        reached = _kept(ranked, sure).sum(dim=-1, dtype=torch.float64)
+        is_decided = few | ((k == size) & (reached >= p * whole))
+        if (decided := is_decided.nonzero().flatten()).numel():
+            picked = _pick(_kept(ranked[decided], k[decided]), uniform[left[decided]], p[decided] * whole[decided])
+            chosen[left[decided]] = tokens[decided].gather(-1, picked[:, None])[:, 0]
+        left = left[~is_decided]
+    return chosen
 
-    most  of the likeliest, so many are ranked; rows that they do not decide are looked at with more
+
+def _rank(weights: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The likeliest tokens in falling order: weights [R, C], token ids [R, C], and how many are surely those [R].
+
+    Behind the first CANDIDATES equals come in the order of their ids, whether or not all are ranked; so those as light
+    as the last one ranked are not sure, for others like them may be missing.
     """
     size = weights.shape[-1]
-    count = min(most, size)
-    ranked, tokens = weights.topk(count, dim=-1)
-    # The mass that top_p is a share of: of the top_k tokens, of which all or none may lie among the candidates.
-    few = top_k <= count
-    whole = torch.where(
-        few, _kept(ranked, top_k).sum(dim=-1, dtype=torch.float64), weights.sum(dim=-1, dtype=torch.float64)
-    )
-    is_decided = few | ((top_k == size) & (ranked.sum(dim=-1, dtype=torch.float64) >= top_p * whole))
-    chosen = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
-    if (rows := is_decided.nonzero().flatten()).numel():
-        picked = _pick(_kept(ranked[rows], top_k[rows]), uniform[rows], top_p[rows] * whole[rows])
-        chosen[rows] = tokens[rows].gather(-1, picked[:, None])[:, 0]
-    if (rows := (~is_decided).nonzero().flatten()).numel():
-        if most < MORE_CANDIDATES < size:
-            chosen[rows] = _draw_ranked(weights[rows], uniform[rows], top_k[rows], top_p[rows], most=MORE_CANDIDATES)
-            return chosen
-        ranked, tokens = weights[rows].sort(dim=-1, descending=True, stable=True)
-        ranked = _kept(ranked, top_k[rows])
-        picked = _pick(ranked, uniform[rows], top_p[rows] * ranked.sum(dim=-1, dtype=torch.float64))
-        chosen[rows] = tokens.gather(-1, picked[:, None])[:, 0]
-    return chosen
+    if most >= size:
+        ranked, tokens = weights.sort(dim=-1, descending=True, stable=True)
+        return ranked, tokens, torch.full((len(weights),), size, device=weights.device)
+    ranked, tokens = weights.topk(most, dim=-1)
+    if most == CANDIDATES:
+        return ranked, tokens, torch.full((len(weights),), most, device=weights.device)
+    tokens, order = tokens.sort(dim=-1)
+    ranked, order = ranked.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return ranked, tokens.gather(-1, order), (ranked > ranked[:, -1:]).sum(dim=-1)
 
 
 def _kept(ranked: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.request import Sampling
-from engine.sampling import CANDIDATES, sample, uniforms
+from engine.sampling import CANDIDATES, MORE_CANDIDATES, sample, uniforms
 from engine.step import Past
 from tests.engine.sampling_reference import distribution
 
@@ -161,3 +161,14 @@ def test_a_row_that_has_no_token_left_says_so_and_hurts_no_other(temperature: fl
     }
     alone = sample(logits[:1], [plain], [7]).token_ids[0]
     assert sampled.token_ids[0] == sampled.token_ids[3] == alone
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0.6}, {"top_k": 500}, {"top_k": 5000, "top_p": 0.9}], ids=str)
+def test_behind_the_first_candidates_equals_come_in_the_order_of_their_ids(fields: dict[str, Any]) -> None:
+    logits = (make_logits(vocabulary=MORE_CANDIDATES + 2000) / 4).bfloat16()  # flat, and full of equals
+    sampling = Sampling(1, **fields)
+    weights = distribution(logits[0].float().numpy(), sampling)
+    order = np.argsort(-weights, kind="stable")
+    numbers = uniforms(range(300), [7] * 300)
+    expected = order[np.searchsorted(weights[order].cumsum(), numbers, side="right")]
+    assert draw(logits, 300, **fields).tolist() == expected.tolist()
