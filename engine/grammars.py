@@ -5,11 +5,14 @@ Letters in shapes: R rows, W = ceil(vocabulary / 32) words of a mask: bit t % 32
 
 from __future__ import annotations
 
+import json
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -73,11 +76,12 @@ class Grammars:
         """
         ends = sorted(eos_ids)
         try:
-            tokenizer = LLTokenizer(str(model_dir / "tokenizer.json"), n_vocab=vocab_size, eos_token=ends or None)
-        except ValueError as error:
-            raise GrammarError(f"The model's tokenizer cannot be used with grammars: {error}") from error
-        special = [token_id for token_id in range(vocab_size) if tokenizer.is_special_token(token_id)]
-        return cls(tokenizer, special, ends)
+            described = json.loads((model_dir / "tokenizer.json").read_text())
+            special_ids = _make_unspeakable(described)
+            tokenizer = LLTokenizer(json.dumps(described), n_vocab=vocab_size, eos_token=ends or None)
+        except (OSError, KeyError, ValueError) as error:
+            raise GrammarError(f"The model's tokenizer cannot be used with grammars: {error}.") from error
+        return cls(tokenizer, special_ids, ends)
 
     def compile(self, grammar: str, token_ids: Sequence[int]) -> Guide:
         """The guide of a line with these tokens so far; 1 ms for most grammars, and up to a second for large ones.
@@ -134,6 +138,23 @@ class Grammars:
                 if len(self._compiled) > _MAX_KEPT:
                     self._compiled.popitem(last=False)
         return matcher
+
+
+def _make_unspeakable(described: dict[str, Any]) -> list[int]:
+    """Give a tokenizer's control tokens names that no text holds; their ids.
+
+    Where a grammar leaves a single text, llguidance has the tokenizer encode it: "<|im_end|>" in a string would be one.
+    """
+    special = {token["content"]: token for token in described["added_tokens"] if token["special"]}
+    names = {content: f"<|{secrets.token_hex(16)}|>" for content in special}
+    for content, token in special.items():
+        token["content"] = names[content]
+    model = described["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in model["vocab"].items()}
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return [token["id"] for token in special.values()]
 
 
 def _bits(token_ids: Iterable[int], num_words: int) -> Ints:

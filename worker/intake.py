@@ -8,14 +8,16 @@ socket's buffer, and lose it when the process is killed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import ClassVar
 
 from kombu.utils.scheduling import round_robin_cycle
 
 from app.broker import tier_of
 from app.tiers import POLICIES, Tier, TierTable
+from engine.request import Stats
 from worker.consumer import Consumption
+from worker.metrics import of_rank
 
 
 class FairOrder:
@@ -77,3 +79,23 @@ class Turns(round_robin_cycle):
         Consumption.note_ask()
         queues: list[str] = super().consume(count)  # type: ignore[no-untyped-call]
         return queues
+
+
+def tiers_with_room(stats: Stats, unsubmitted: Mapping[Tier, int], tiers: TierTable) -> set[Tier]:
+    """The tiers of which an engine can take another message.
+
+    Any tier while a slot is free. Beyond the slots a few paid and free jobs, each tier its own number, so that the
+    engine knows whom to preempt for; and of any tier as many as its floor is of the slots: a tier of which the engine
+    holds nothing is given nothing, and those that wait beyond the slots take every slot that becomes free.
+
+    unsubmitted  jobs of messages that are not in the engine yet, by tier
+    """
+    if stats.running + stats.waiting + sum(unsubmitted.values()) < stats.slots:
+        return set(Tier)
+    open_tiers = set()
+    for tier in Tier:
+        waiting = of_rank(stats.waiting_by_rank, tier) + unsubmitted.get(tier, 0)
+        held = of_rank(stats.running_by_rank, tier) + waiting
+        if waiting < POLICIES[tier].overcommit or held < tiers[tier].floor * stats.slots:
+            open_tiers.add(tier)
+    return open_tiers

@@ -30,6 +30,7 @@ from app.tiers import POLICIES, Tier
 from engine.loop import EngineStoppedError
 from engine.request import Engine, Request, Sampling
 from worker.attempts import Attempt, Attempts, Outcome, Task
+from worker.intake import tiers_with_room
 from worker.lease import Lease, Watchdog
 from worker.logprobs import Speller
 from worker.metrics import WorkerMetrics, of_rank
@@ -281,20 +282,8 @@ class JobService:
             self._writer.end(attempt, Status.FAILED, {"code": code, "message": message})
 
     def open_tiers(self) -> set[Tier]:
-        """The tiers of which another message may be taken.
-
-        Any tier while a slot is free. Beyond the slots a few paid and free jobs, each tier its own number, so that the
-        engine knows whom to preempt for; bulk never. Jobs of messages that are not in the engine yet count as waiting.
-        """
-        stats = self._engine.stats()
-        unsubmitted = self._claimer.unsubmitted()
-        if stats.running + stats.waiting + unsubmitted.total() < stats.slots:
-            return set(Tier)
-        return {
-            tier
-            for tier in Tier
-            if of_rank(stats.waiting_by_rank, tier) + unsubmitted[tier] < POLICIES[tier].overcommit
-        }
+        """The tiers of which another message may be taken."""
+        return tiers_with_room(self._engine.stats(), self._claimer.unsubmitted(), self._settings.tiers)
 
     @property
     def slots(self) -> int:

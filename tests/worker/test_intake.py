@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 
 import pytest
 
 from app.broker import queue_name
 from app.tiers import Tier, TierTable
-from worker.intake import FairOrder, Intake
+from engine.request import Stats
+from worker.intake import FairOrder, Intake, tiers_with_room
 
 
 def serve(order: FairOrder, tiers: list[Tier], messages: int, *, jobs: int = 1) -> Counter[Tier]:
@@ -67,3 +69,28 @@ def test_a_new_connection_goes_on_in_the_same_order(intake: Intake, monkeypatch:
     monkeypatch.setattr(Intake, "open_tiers", lambda: set(Tier))
     Intake.order.charge(Tier.PAID, 1)
     assert Intake(QUEUES).consume(3) == intake.consume(3) == ["free.m.1", "bulk.m.1", "paid.m.1"]
+
+
+def held(**tiers: tuple[int, int]) -> Stats:
+    """An engine of 40 slots that holds (running, waiting) jobs of tiers."""
+    running, waiting = zip(*(tiers.get(tier.value, (0, 0)) for tier in Tier), strict=True)
+    counts = {field.name: 0 for field in fields(Stats)} | {"running": sum(running), "waiting": sum(waiting)}
+    return Stats(**counts | {"slots": 40, "running_by_rank": running, "waiting_by_rank": waiting})
+
+
+@pytest.mark.parametrize(
+    ("stats", "unsubmitted", "has_room"),
+    [
+        (held(free=(39, 0)), {}, set(Tier)),
+        (held(free=(39, 0)), {Tier.FREE: 1}, set(Tier)),
+        (held(free=(39, 1), bulk=(1, 0)), {}, set(Tier)),  # 5 % of 40 slots are two
+        (held(free=(38, 0), bulk=(2, 0)), {}, {Tier.PAID, Tier.FREE}),
+        (held(free=(38, 3), bulk=(1, 0)), {Tier.BULK: 1}, {Tier.PAID, Tier.FREE}),
+        (held(paid=(38, 8), bulk=(2, 0)), {}, {Tier.FREE}),
+        (held(paid=(30, 8), free=(8, 4), bulk=(2, 0)), {}, set()),
+    ],
+)
+def test_beyond_the_slots_a_tier_has_its_own_number_and_its_floor(
+    stats: Stats, unsubmitted: dict[Tier, int], has_room: set[Tier]
+) -> None:
+    assert tiers_with_room(stats, unsubmitted, TierTable()) == has_room
