@@ -40,7 +40,7 @@ class Recorder:
         self.runner = ModelRunner(config)
         self._rows: torch.Tensor | None = None
         logits_of = self.runner._decoder.logits
-        self.runner._decoder.logits = lambda hidden: self._keep(logits_of(hidden))  # type: ignore[method-assign]
+        self.runner._decoder.logits = lambda *asked: self._keep(logits_of(*asked))  # type: ignore[method-assign]
 
     def _keep(self, logits: torch.Tensor) -> torch.Tensor:
         self._rows = logits.float().log_softmax(-1)
