@@ -183,12 +183,12 @@ def test_a_request_waits_for_its_grammar_and_others_do_not(make_loop: MakeLoop, 
     collector.end_of("plain")
     assert "waits" not in collector.outputs
     stats = loop.stats()
-    assert (stats.waiting, stats.running, stats.waiting_by_rank) == (1, 0, (0, 1))
+    assert (stats.waiting, stats.compiling, stats.running, stats.waiting_by_rank) == (1, 1, 0, (0, 1))
     with pytest.raises(ValueError, match="already"):
         loop.submit(person("waits", 1))
     gated.gate.release()
     assert collector.end_of("waits").finish is Finish.STOP
-    assert loop.stats().waiting == 0
+    assert (loop.stats().waiting, loop.stats().compiling) == (0, 0)
 
 
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled(make_loop: MakeLoop, gated: GatedGrammars) -> None:
