@@ -133,6 +133,8 @@ def test_a_whole_text_ends_without_a_token_for_it_and_an_open_one_with_the_model
     assert collector.end_of("open").finish is Finish.STOP
     assert collector.tokens("open")[-1] == EOS
     assert collector.text("open") == "a" * (len(collector.tokens("open")) - 1)
+    loop.submit(Request("empty", (1,), Sampling(9, grammar=regex("a{0}"))))
+    assert (collector.end_of("empty").finish, collector.text("empty")) == (Finish.STOP, "")
     loop.submit(Request("cut", (1,), Sampling(5, grammar=regex("a{9}"))))
     assert collector.end_of("cut").finish is Finish.LENGTH
     assert collector.text("cut") == "aaaaa"
