@@ -161,7 +161,8 @@ def _lark_grammar(lark: str) -> str:
     _check_size(lark, "structured.grammar")
     if "<" in _LARK_LITERAL.sub("", lark):  # <|im_end|>, <[5]>; the engine masks what would slip through here
         raise InvalidRequest("structured.grammar: single tokens cannot be named", param="structured.grammar")
-    return LLMatcher.grammar_from_lark(lark)
+    # Not as it is: llguidance would take what begins with a brace for its own format.
+    return json.dumps({"grammars": [{"lark_grammar": lark}]}, ensure_ascii=False)
 
 
 def _check_size(text: str, field: str) -> None:

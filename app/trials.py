@@ -17,9 +17,11 @@ import random
 import resource
 import select
 import signal
+import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ _QUEUE_S = 10.0
 """How long a request waits for others' trials."""
 _TOKENS = 24
 """A trial also generates so many, drawn at random: what compiles may still have no text, or take long at each token."""
+_TOKEN_MS = 5.0
+"""What one in two of them may take: all rows of an engine's step wait for the slowest. JSON takes 0.05 ms."""
 _MAX_VERDICTS = 4096
 _MAX_PROBLEM = 300
 """Characters of what llguidance says that are passed on."""
@@ -166,12 +170,16 @@ def _limit() -> None:
 def problem_of(tokenizer: LLTokenizer, grammar: str) -> str | None:
     """Compile a grammar and generate a few tokens: what went wrong, or None."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    dice = random.Random(0)
+    dice, taken_ms = random.Random(0), [0.0]
     for _ in range(_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
             break
+        began = time.process_time()
         matcher.consume_token(_drawn(matcher.compute_bitmask(), dice))
-    return _told(matcher.get_error()) if matcher.is_error() else None
+        taken_ms.append(1000 * (time.process_time() - began))
+    if matcher.is_error():
+        return _told(matcher.get_error())
+    return f"each of its tokens takes more than {_TOKEN_MS:g} ms" if statistics.median(taken_ms) > _TOKEN_MS else None
 
 
 def _drawn(mask: bytes, dice: random.Random) -> int:

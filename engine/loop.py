@@ -122,6 +122,8 @@ class EngineLoop:
             stats = self._stats
             arrived = Counter(request.rank for request in self._inbox if isinstance(request, Request))
             arrived.update(request.rank for request in self._compiling.values())
+            compiled = sum(isinstance(message, _Compiled) for message in self._inbox)
+            compiling = max(0, len(self._compiling) - compiled)
         if not arrived:
             return stats
         num_ranks = max(len(stats.waiting_by_rank), max(arrived) + 1)
@@ -130,6 +132,7 @@ class EngineLoop:
         return replace(
             stats,
             waiting=stats.waiting + arrived.total(),
+            compiling=compiling,
             running_by_rank=stats.running_by_rank + padding,
             waiting_by_rank=tuple(waiting),
         )

@@ -192,6 +192,8 @@ class Stats:
     running_by_rank: tuple[int, ...]
     """Sequences in the running batch, by tier rank."""
     waiting_by_rank: tuple[int, ...]
+    compiling: int = 0
+    """Of those that wait, the ones whose grammar is being compiled: no step is to be expected for them."""
 
 
 class Engine(Protocol):

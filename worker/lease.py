@@ -211,7 +211,7 @@ class Watchdog:
                 logger.critical("the engine failed: %s", self._engine.failure)
                 end_process()
             stats = self._engine.stats()
-            has_work = stats.running + stats.waiting > 0
+            has_work = stats.running + stats.waiting > stats.compiling
             # Ticks are counted, not the clock: a process that was stopped for a while did not hang.
             stuck_s = stuck_s + self.TICK_S if has_work and stats.steps == last_step else 0.0
             last_step = stats.steps

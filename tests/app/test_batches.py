@@ -19,13 +19,13 @@ from app import db as clock
 from app.batches import Status
 from app.claims import Finished
 from app.db import Database
-from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
+from app.errors import Conflict, InvalidRequest, NotFound, QueueFull, Unavailable
 from app.events import Delta, append_tokens
 from app.grammars import Grammars
 from app.logprobs import TokenLogprob, pack
 from app.models import Model
 from app.prompts import Prompts
-from app.rows import Desk
+from app.rows import Desk, encoded
 from app.settings import Settings
 from app.shelf import Shelf
 from app.tables import NOW, Batch, Delivery, Job, Tenant
@@ -437,6 +437,22 @@ def test_a_file_with_too_many_rows_fails_the_batch(play: Play) -> None:
         Clerk(play.db, desk, play.shelf).advance(batch_id)
         assert play.batch(batch_id).status == status
     assert play.batch(batch_id).errors["data"][0]["message"] == "The input file has more than 2 rows"  # type: ignore[index]
+
+
+def test_a_row_whose_form_cannot_be_tried_now_is_read_later(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "structured": {"choice": ["x", "y"]}}
+    line = encoded({"custom_id": "a", "method": "POST", "url": TEXT, "body": body})
+    batch_id = play.create([line])
+    play.step(batch_id)
+    with monkeypatch.context() as patched:
+        patched.setattr(play.desk.grammars._trials, "_command", ["/bin/false"])
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                play.step(batch_id)
+    assert (play.batch(batch_id).rows_read, play.jobs(batch_id)) == (0, {})
+    assert play.run(batch_id).status == Status.COMPLETED
+    assert play.counts(batch_id)["completed"] == 1
+    play.desk.grammars.close()
 
 
 def test_an_ended_batch_cannot_be_cancelled(play: Play) -> None:

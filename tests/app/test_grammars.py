@@ -166,6 +166,7 @@ SCHEMA = "response_format.json_schema.schema"
         ({"structured": {"grammar": 'start: start "a"'}}, "structured.grammar", "no text fits it"),
         ({"structured": {"grammar": 'start: "a" <|im_start|>'}}, "structured.grammar", "single tokens"),
         ({"structured": {"grammar": 'start: "//" <[5]> "//"'}}, "structured.grammar", "single tokens"),
+        ({"structured": {"grammar": '{"grammars": [{"regex": "a"}]}'}}, "structured.grammar", ""),
         ({"structured": {"grammar": "start: " + "(" * 5000}}, "structured.grammar", ""),
         ({"structured": {"grammar": 'start: "' + "a" * MAX_GRAMMAR_BYTES + '"'}}, "structured.grammar", "larger than"),
         ({"structured": {"grammar": '%import ../../etc.passwd\nstart: "a"'}}, "structured.grammar", ""),
@@ -226,6 +227,33 @@ def check_taken_or_refused(schema: dict[str, Any], written: Any) -> None:
         grammar = written(response_format=named(schema))
     except InvalidRequest as refusal:
         assert refusal.param == SCHEMA
+    else:
+        assert json.loads(grammar)
+
+
+PATTERNS = st.lists(
+    st.sampled_from([*"ab.*+?|()[]{}^$\\/<>&~-,19é", "{1,9}", "(?i)", "[^a]", "\\p{L}", "(?:", "\\b", "\\d"]),
+    min_size=1,
+    max_size=12,
+).map("".join)
+LARK = st.lists(
+    st.sampled_from(
+        ["start", "a", "B", ": ", " | ", '"x"', "/[a-z]+/", "\n", "(", ")", "*", "+", "?", "{2,3}", "%json {}", "&",
+         "~", "<[1]>", "//", "#", "%import common.INT", "[lazy]", "\nB: /b/\n", "\na: B\n"]
+    ),
+    max_size=14,
+).map(lambda parts: "start: " + "".join(parts))  # fmt: skip
+
+
+@pytest.mark.slow
+@given(form=st.fixed_dictionaries({"regex": PATTERNS}) | st.fixed_dictionaries({"grammar": LARK}))
+@hypothesis_settings(max_examples=800, deadline=None)
+def test_any_pattern_and_any_grammar_is_taken_or_refused(form: dict[str, str], written: Any) -> None:
+    (name,) = form
+    try:
+        grammar = written(structured=form)
+    except InvalidRequest as refusal:
+        assert refusal.param == f"structured.{name}"
     else:
         assert json.loads(grammar)
 

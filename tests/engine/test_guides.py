@@ -133,6 +133,8 @@ def test_a_whole_text_ends_without_a_token_for_it_and_an_open_one_with_the_model
     assert collector.end_of("open").finish is Finish.STOP
     assert collector.tokens("open")[-1] == EOS
     assert collector.text("open") == "a" * (len(collector.tokens("open")) - 1)
+    loop.submit(Request("empty", (1,), Sampling(9, grammar=regex("a{0}"))))
+    assert (collector.end_of("empty").finish, collector.text("empty")) == (Finish.STOP, "")
     loop.submit(Request("cut", (1,), Sampling(5, grammar=regex("a{9}"))))
     assert collector.end_of("cut").finish is Finish.LENGTH
     assert collector.text("cut") == "aaaaa"
@@ -183,12 +185,12 @@ def test_a_request_waits_for_its_grammar_and_others_do_not(make_loop: MakeLoop, 
     collector.end_of("plain")
     assert "waits" not in collector.outputs
     stats = loop.stats()
-    assert (stats.waiting, stats.running, stats.waiting_by_rank) == (1, 0, (0, 1))
+    assert (stats.waiting, stats.compiling, stats.running, stats.waiting_by_rank) == (1, 1, 0, (0, 1))
     with pytest.raises(ValueError, match="already"):
         loop.submit(person("waits", 1))
     gated.gate.release()
     assert collector.end_of("waits").finish is Finish.STOP
-    assert loop.stats().waiting == 0
+    assert (loop.stats().waiting, loop.stats().compiling) == (0, 0)
 
 
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled(make_loop: MakeLoop, gated: GatedGrammars) -> None:
