@@ -239,8 +239,8 @@ class Client:
     def events(self, job_id: str, after: int = 0) -> Iterator[Event]:
         """The job's events with numbers above after, each once, in order, as they come, up to the terminal one.
 
-        A dropped connection is opened again behind the last event. Raises Unreachable when ten tries in a row brought
-        no event, and Broken when the numbers have a gap or repeat.
+        A dropped connection is opened again behind the last event. Raises Unreachable, or the Refused that asked to
+        come again, when ten tries in a row brought no event, and Broken when the numbers have a gap or repeat.
         """
         last, failures = after, 0
         while True:

@@ -20,6 +20,8 @@ SUBMITTERS = 3
 FOLLOWERS = 12
 PAUSE_S = 0.3
 """Between two submissions of a submitter, in the mean."""
+TRANSIENT = (429, 502, 503, 504)
+"""Answers that ask to come again."""
 
 
 @dataclass
@@ -154,8 +156,8 @@ class Load:
                 try:
                     for event in client.events(order.job_id, after=len(order.events)):
                         order.events.append(event)
-                except Unreachable:
-                    if self._given_up.is_set():
+                except (Unreachable, Refused) as error:
+                    if self._given_up.is_set() or (isinstance(error, Refused) and error.status not in TRANSIENT):
                         raise
                     time.sleep(0.5)
         except Exception as error:
@@ -169,7 +171,7 @@ class Load:
             except Unreachable:
                 time.sleep(0.2)
             except Refused as error:
-                if error.status not in (429, 502, 503, 504):
+                if error.status not in TRANSIENT:
                     raise
                 time.sleep(0.2)
             if self._given_up.is_set():
