@@ -482,6 +482,7 @@ def test_counters_tell_first_computations_from_repeated_ones() -> None:
         "steps": 6,  # 4 of bulk's prompt | paid | bulk's first 4 again | 2 more, a token | two decodes
         "running": 0,
         "waiting": 0,
+        "compiling": 0,
         "slots": 1,
         "blocks_used": 0,
         "blocks_total": 64,
