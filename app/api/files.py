@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from flask import Blueprint, Response, jsonify, request, send_file
-from werkzeug.formparser import FormDataParser
 
 from app import files
 from app.api.auth import authenticate, tenant
+from app.api.forms import received_form
 from app.api.pages import asked_page, checked_id, listing
 from app.api.services import services
-from app.errors import InvalidRequest, MalformedBody, NotFound, PayloadTooLarge
-from app.shelf import Draft, Shelf
+from app.errors import InvalidRequest, NotFound
+from app.shelf import Shelf
 from app.tables import File
 
 blueprint = Blueprint("files", __name__, url_prefix="/v1/files")
 blueprint.before_request(authenticate)
 
 _MAX_PAGE = 10_000
-_MAX_FIELD_BYTES = 1 << 20
-"""Of the form beside the file; no more than that of the file is held either, which is read 64 KiB at a time."""
-_MAX_PARTS = 8
 
 
 @blueprint.post("")
 def upload() -> Response:
     """200 means that the file is durable: it was synced, and its row committed, before this answer."""
-    with _received() as form:
-        purpose = _one_of(files.UPLOAD_PURPOSES, form.purpose, "purpose")
+    max_bytes = services().settings.max_file_bytes
+    with received_form(_shelf(), file="file", fields=("purpose",), max_bytes=max_bytes) as form:
+        purpose = _one_of(files.UPLOAD_PURPOSES, form.fields.get("purpose"), "purpose")
         if purpose is None:
             raise InvalidRequest("purpose is missing", param="purpose")
         with services().database.transaction() as session:
@@ -112,76 +108,3 @@ def _one_of(choices: Sequence[str], value: str | None, name: str) -> str | None:
     if value is not None and value not in choices:
         raise InvalidRequest(f"{name} must be one of {', '.join(choices)}", param=name)
     return value
-
-
-# ---- the form
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """An upload: its file, written to the disk, and what was said about it."""
-
-    draft: Draft
-    filename: str
-    purpose: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What the form's parser writes the file's part to, as it comes."""
-
-    draft: Draft
-
-    def write(self, data: bytes) -> int:
-        return self.draft.write(data)
-
-    def seek(self, offset: int) -> None:
-        """The parser rewinds what it has written; nobody reads it from here."""
-
-    def close(self) -> None:
-        """The draft ends with the request."""
-
-
-@contextmanager
-def _received() -> Iterator[_Form]:
-    """Read the request's form, its file straight to the disk. The draft is gone afterwards, unless it was kept.
-
-    Raises MalformedBody, InvalidRequest, PayloadTooLarge.
-    """
-    if request.mimetype != "multipart/form-data":
-        raise MalformedBody("Send the file as multipart/form-data")
-    max_bytes = services().settings.max_file_bytes
-    if request.content_length is not None and request.content_length > max_bytes + _MAX_FIELD_BYTES:
-        raise PayloadTooLarge(f"The file is larger than {max_bytes} bytes", param="file")
-    request.max_content_length = max_bytes + _MAX_FIELD_BYTES
-    with ExitStack() as open_drafts:
-        drafts: list[Draft] = []
-
-        def start_part(
-            total_content_length: int | None,
-            content_type: str | None,
-            filename: str | None,
-            content_length: int | None = None,
-        ) -> Any:
-            if drafts:
-                raise InvalidRequest("Send one file", param="file")
-            drafts.append(open_drafts.enter_context(_shelf().draft(max_bytes=max_bytes)))
-            return _Part(drafts[0])
-
-        parser = FormDataParser(
-            start_part, max_form_memory_size=_MAX_FIELD_BYTES, silent=False, max_form_parts=_MAX_PARTS
-        )
-        try:
-            _, fields, parts = parser.parse(
-                request.stream, request.mimetype, request.content_length, request.mimetype_params
-            )
-        except ValueError as error:
-            raise MalformedBody(f"The body is not multipart/form-data: {error}") from None
-        for name in (*fields, *parts):
-            if name is None:
-                raise MalformedBody("A part has no name")
-            if name not in ("purpose", "file"):
-                raise InvalidRequest(f"There is no field '{name[:64]}'", param=name[:64])
-        if "file" not in parts:
-            raise InvalidRequest("file is missing: send it as a part with a filename", param="file")
-        yield _Form(drafts[0], parts["file"].filename or "", fields.get("purpose"))
