@@ -25,6 +25,7 @@ from app.addresses import check_url
 from app.bodies import Body
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
 from app.events import Event
+from app.files import ExpiresAfter
 from app.ids import new_id
 from app.settings import Settings
 from app.tables import Batch, Job
@@ -73,6 +74,7 @@ class Request(Body):
     endpoint: str
     completion_window: str
     metadata: submissions.Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
     webhook: submissions.Webhook | None = None
 
 
@@ -117,6 +119,7 @@ def create(session: Session, tenant_id: str, request: Request, settings: Setting
         input_file_id=file.id,
         output_file_id=new_id("file"),
         error_file_id=new_id("file"),
+        output_expires_after_s=None if request.output_expires_after is None else request.output_expires_after.seconds,
         batch_metadata=request.metadata,
         webhook_url=None if request.webhook is None else request.webhook.url,
         rows_read=0,

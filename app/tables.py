@@ -379,6 +379,41 @@ class File(Base):
     purpose: Mapped[str]
     bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    expires_at: Mapped[datetime | None]
+    """From when on it is gone; None: never."""
+
+
+class Upload(Base):
+    """A file that comes in parts; their bytes lie in the home under their ids until they are joined."""
+
+    __tablename__ = "uploads"
+    __table_args__ = (Index("uploads_by_tenant", "tenant_id", "id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    filename: Mapped[str]
+    purpose: Mapped[str]
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    """Of all parts together, as it was announced."""
+    expires_after_s: Mapped[int | None]
+    """How long the file is kept once it is whole; None: for ever."""
+    status: Mapped[str]
+    file_id: Mapped[str | None]
+    """The file that it became; no foreign key: the file may be removed."""
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    expires_at: Mapped[datetime]
+
+
+class UploadPart(Base):
+    """A part of an upload that is not whole yet."""
+
+    __tablename__ = "upload_parts"
+    __table_args__ = (Index("upload_parts_by_upload", "upload_id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    upload_id: Mapped[str] = mapped_column(ForeignKey("uploads.id", ondelete="CASCADE"))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
 
 
 class Batch(Base):
@@ -407,6 +442,8 @@ class Batch(Base):
     output_file_id: Mapped[str | None]
     """Chosen at the start, so that writing the file twice gives one file; shown once the batch has ended."""
     error_file_id: Mapped[str | None]
+    output_expires_after_s: Mapped[int | None]
+    """How long both are kept; None: for ever."""
     errors: Mapped[dict[str, Any] | None]
     batch_metadata: Mapped[dict[str, Any] | None] = mapped_column("metadata")
     webhook_url: Mapped[str | None]

@@ -19,7 +19,7 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, undefer
 
-from app import batches, choices, db, events, files, jobs, limits, moves
+from app import batches, choices, db, events, files, jobs, limits, moves, uploads
 from app.batches import Status
 from app.choices import Choice
 from app.db import Database
@@ -361,7 +361,9 @@ def _file_of(session: Session, batch: Batch, draft: Draft, what: str) -> str | N
     if draft.size == 0:
         return None
     name = f"{batch.id}_{what}.jsonl"
-    return files.add(session, batch.tenant_id, draft, filename=name, purpose=files.BATCH_OUTPUT).id
+    kept_s = batch.output_expires_after_s
+    file = files.add(session, batch.tenant_id, draft, filename=name, purpose=files.BATCH_OUTPUT, expires_after_s=kept_s)
+    return file.id
 
 
 # ---- rounds
@@ -407,8 +409,12 @@ def _ask(database: Database) -> None:
 
 
 def remove_strays(database: Database, shelf: Shelf) -> None:
-    """One round, hourly at most: erase what crashes left of files."""
+    """One round, hourly at most: erase files and uploads that expired, and what crashes left of files."""
+    with database.transaction() as session:
+        over = [*files.remove_expired(session), *uploads.remove_bygone(session)]
     try:
+        for file_id in over:
+            shelf.erase(file_id)
         with database.transaction() as session:
             number = files.remove_strays(session, shelf)
     except OSError as error:

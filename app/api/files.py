@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flask import Blueprint, Response, jsonify, request, send_file
@@ -13,25 +14,38 @@ from app.api.forms import received_form
 from app.api.pages import asked_page, checked_id, listing
 from app.api.services import services
 from app.errors import InvalidRequest, NotFound
+from app.files import ExpiresAfter
 from app.shelf import Shelf
+from app.submissions import validated
 from app.tables import File
 
 blueprint = Blueprint("files", __name__, url_prefix="/v1/files")
 blueprint.before_request(authenticate)
 
 _MAX_PAGE = 10_000
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_NUMBER = re.compile("[0-9]{1,9}")
+_FIELDS = ("purpose", _ANCHOR, _SECONDS)
 
 
 @blueprint.post("")
 def upload() -> Response:
     """200 means that the file is durable: it was synced, and its row committed, before this answer."""
     max_bytes = services().settings.max_file_bytes
-    with received_form(_shelf(), file="file", fields=("purpose",), max_bytes=max_bytes) as form:
+    with received_form(_shelf(), file="file", fields=_FIELDS, max_bytes=max_bytes) as form:
         purpose = _one_of(files.UPLOAD_PURPOSES, form.fields.get("purpose"), "purpose")
         if purpose is None:
             raise InvalidRequest("purpose is missing", param="purpose")
+        expires_after = _expires_after(form.fields)
         with services().database.transaction() as session:
-            file = files.add(session, tenant().id, form.draft, filename=form.filename, purpose=purpose)
+            file = files.add(
+                session,
+                tenant().id,
+                form.draft,
+                filename=form.filename,
+                purpose=purpose,
+                expires_after_s=None if expires_after is None else expires_after.seconds,
+            )
         return jsonify(file_object(file))
 
 
@@ -88,10 +102,23 @@ def file_object(file: File) -> dict[str, Any]:
         "object": "file",
         "bytes": file.bytes,
         "created_at": int(file.created_at.timestamp()),
+        "expires_at": None if file.expires_at is None else int(file.expires_at.timestamp()),
         "filename": file.filename,
         "purpose": file.purpose,
         "status": "processed",
     }
+
+
+def _expires_after(fields: Mapping[str, str]) -> ExpiresAfter | None:
+    """How long the file is to be kept, where the form says it. Raises InvalidRequest."""
+    if _ANCHOR not in fields and _SECONDS not in fields:
+        return None
+    seconds = fields.get(_SECONDS, "")
+    said = {"anchor": fields.get(_ANCHOR), "seconds": int(seconds) if _NUMBER.fullmatch(seconds) else seconds}
+    try:
+        return validated(ExpiresAfter, said)
+    except InvalidRequest as refusal:
+        raise InvalidRequest(refusal.message, param=f"expires_after[{refusal.param}]") from None
 
 
 def _find(file_id: str) -> File:

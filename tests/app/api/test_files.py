@@ -17,6 +17,8 @@ from app.settings import Settings
 
 CUT_OFF = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\ncut of'
 NAMELESS = CUT_OFF.replace(b' name="file";', b"") + b"\r\n--b--\r\n"
+FOR_AN_HOUR = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+SECONDS = "expires_after[seconds]"
 UNKNOWN = f"file_{'0' * 32}"
 
 
@@ -50,10 +52,11 @@ def test_an_upload_is_answered_with_openais_file(call: Any, settings: Settings) 
     assert answer.status_code == 200
     file = answer.json
     assert file is not None
-    assert set(file) == {"id", "object", "bytes", "created_at", "filename", "purpose", "status"}
+    assert set(file) == {"id", "object", "bytes", "created_at", "expires_at", "filename", "purpose", "status"}
     assert (file["object"], file["bytes"], file["status"]) == ("file", 8, "processed")
     assert (file["filename"], file["purpose"]) == ("rows.jsonl", "batch")
     assert isinstance(file["created_at"], int)
+    assert file["expires_at"] is None
     assert call("GET", f"/v1/files/{file['id']}").json == file
     assert (directory(settings) / file["id"]).read_bytes() == b"one\ntwo\n"
     assert drafts(settings) == []
@@ -102,6 +105,12 @@ def test_a_deleted_file_is_gone(call: Any, settings: Settings) -> None:
         assert call(method, f"/v1/files/{file['id']}{path}").status_code == 404
 
 
+def test_a_file_may_be_kept_for_a_while(call: Any) -> None:
+    file = upload(call, **FOR_AN_HOUR).json
+    assert file is not None
+    assert file["expires_at"] == file["created_at"] + 3600
+
+
 @pytest.mark.parametrize(
     ("data", "status", "param"),
     [
@@ -110,7 +119,10 @@ def test_a_deleted_file_is_gone(call: Any, settings: Settings) -> None:
         ({"purpose": "batch_output", "file": ("a", b"x")}, 422, "purpose"),
         ({"purpose": "fine-tune", "file": ("a", b"x")}, 422, "purpose"),
         ({"file": ("a", b"x")}, 422, "purpose"),
-        ({"purpose": "batch", "file": ("a", b"x"), "expires_after[seconds]": "3600"}, 422, "expires_after[seconds]"),
+        ({"purpose": "batch", "file": ("a", b"x"), **FOR_AN_HOUR, "expires_after[seconds]": "1h"}, 422, SECONDS),
+        ({"purpose": "batch", "file": ("a", b"x"), **FOR_AN_HOUR, "expires_after[seconds]": "1"}, 422, SECONDS),
+        ({"purpose": "batch", "file": ("a", b"x"), "expires_after[seconds]": "3600"}, 422, "expires_after[anchor]"),
+        ({"purpose": "batch", "file": ("a", b"x"), "expires": "3600"}, 422, "expires"),
         ({"purpose": "batch", "file": [("a", b"x"), ("b", b"y")]}, 422, "file"),
         ({"purpose": "x" * 2_000_000, "file": ("a", b"x")}, 413, None),
     ],
