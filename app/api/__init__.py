@@ -6,7 +6,7 @@ import time
 
 from flask import Flask, Response, g, request
 
-from app.api import admin, batches, errors, events, files, health, jobs, models, uploads, usage, waiting
+from app.api import admin, batches, errors, events, files, health, jobs, models, openapi, uploads, usage, waiting
 from app.api.auth import rate_headers
 from app.api.services import install, services
 from app.ids import new_id
@@ -23,6 +23,7 @@ _BLUEPRINTS = (
     usage.blueprint,
     waiting.blueprint,
     admin.blueprint,
+    openapi.blueprint,
 )
 
 

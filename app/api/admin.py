@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from flask import Blueprint, Response, jsonify, request
+from pydantic import Field
 
 from app import shares, waiting
+from app.api import shapes
 from app.api.auth import authenticate_operator
+from app.api.operations import described
 from app.api.services import services
 from app.errors import InvalidRequest
 from app.shares import Served
@@ -22,6 +25,7 @@ _MAX_WINDOW_S = 3600
 
 
 @blueprint.get("/shares")
+@described(query={"window_s": Annotated[int, Field(ge=1, le=_MAX_WINDOW_S)]}, answers={200: shapes.Shares})
 def read_shares() -> Response:
     """What tiers and tenants were served in the last `window_s` seconds."""
     window_s = _window_s()

@@ -8,9 +8,11 @@ from typing import Any
 from flask import Blueprint, Response, jsonify
 
 from app import batches
+from app.api import shapes
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
-from app.api.pages import asked_page, checked_id, listing
+from app.api.operations import described
+from app.api.pages import asked_page, checked_id, listing, page_query
 from app.api.services import services
 from app.batches import Counts
 from app.tables import Batch
@@ -34,7 +36,9 @@ _MOMENTS = (
 
 
 @blueprint.post("")
+@described(body=batches.Request, answers={200: shapes.Batch})
 def create() -> Response:
+    """Run the requests of a file."""
     own = services()
     wanted = batches.parse(read_object(), own.settings)
     with own.database.transaction() as session:
@@ -44,6 +48,7 @@ def create() -> Response:
 
 
 @blueprint.get("")
+@described(query=page_query("batch", max_limit=_MAX_PAGE), answers={200: shapes.Batches})
 def list_batches() -> Response:
     """The tenant's batches, newest first."""
     page = asked_page("batch", limit=_PAGE, max_limit=_MAX_PAGE)
@@ -54,7 +59,9 @@ def list_batches() -> Response:
 
 
 @blueprint.get("/<batch_id>")
+@described(answers={200: shapes.Batch})
 def read(batch_id: str) -> Response:
+    """Where the batch stands."""
     with services().database.autocommit() as session:
         batch = batches.find(session, tenant().id, checked_id("batch", batch_id))
         counts = batches.count(session, [batch])
@@ -62,6 +69,7 @@ def read(batch_id: str) -> Response:
 
 
 @blueprint.post("/<batch_id>/cancel")
+@described(answers={200: shapes.Batch})
 def cancel(batch_id: str) -> Response:
     """From the commit on none of its jobs goes on. A body is ignored: clients send an empty one."""
     with services().database.transaction() as session:

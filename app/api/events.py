@@ -10,13 +10,16 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from typing import Annotated
 
 from flask import Blueprint, Response, request
+from pydantic import Field
 from werkzeug.exceptions import MethodNotAllowed
 
 from app import events, jobs
 from app.api.auth import authenticate, tenant
 from app.api.errors import DATABASE_AWAY
+from app.api.operations import Stream, described
 from app.api.pages import checked_id
 from app.api.services import Services, services
 from app.errors import InvalidRequest
@@ -33,7 +36,15 @@ _MAX_NUMBER = 2**31 - 1
 """Of an event: what its column holds."""
 
 
+_NUMBER = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+
+
 @blueprint.get("/<job_id>/events")
+@described(
+    query={"starting_after": _NUMBER},
+    headers={"Last-Event-ID": _NUMBER},
+    answers={200: Stream("text/event-stream", "Events, numbered from 1."), 204: ()},
+)
 def stream(job_id: str) -> Response:
     """The events behind Last-Event-ID or ?starting_after, then those to come; 204 when there will be none."""
     if request.method == "HEAD":

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from flask import Blueprint, Response, jsonify, request, send_file
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from app import files
+from app.api import shapes
 from app.api.auth import authenticate, tenant
 from app.api.forms import received_form
-from app.api.pages import asked_page, checked_id, listing
+from app.api.operations import Stream, described
+from app.api.pages import asked_page, checked_id, listing, page_query
 from app.api.services import services
 from app.errors import InvalidRequest, NotFound
 from app.files import ExpiresAfter
@@ -28,7 +32,13 @@ _NUMBER = re.compile("[0-9]{1,9}")
 _FIELDS = ("purpose", _ANCHOR, _SECONDS)
 
 
+class _UploadForm(TypedDict):
+    file: Annotated[bytes, Field(json_schema_extra={"format": "binary"})]
+    purpose: Literal["batch"]
+
+
 @blueprint.post("")
+@described(form=_UploadForm, answers={200: shapes.File})
 def upload() -> Response:
     """200 means that the file is durable: it was synced, and its row committed, before this answer."""
     max_bytes = services().settings.max_file_bytes
@@ -50,6 +60,14 @@ def upload() -> Response:
 
 
 @blueprint.get("")
+@described(
+    query={
+        **page_query("file", max_limit=_MAX_PAGE),
+        "purpose": Literal[files.PURPOSES],
+        "order": Literal["asc", "desc"],
+    },
+    answers={200: shapes.Files},
+)
 def list_files() -> Response:
     """The tenant's files, newest first unless order=asc."""
     page = asked_page("file", limit=_MAX_PAGE, max_limit=_MAX_PAGE)
@@ -68,11 +86,14 @@ def list_files() -> Response:
 
 
 @blueprint.get("/<file_id>")
+@described(answers={200: shapes.File})
 def read(file_id: str) -> Response:
+    """What the file is."""
     return jsonify(file_object(_find(file_id)))
 
 
 @blueprint.get("/<file_id>/content")
+@described(answers={200: Stream("application/octet-stream", "The file's bytes.")})
 def content(file_id: str) -> Response:
     """The file's bytes, streamed from the disk; a Range may be asked for."""
     file = _find(file_id)
@@ -89,7 +110,9 @@ def content(file_id: str) -> Response:
 
 
 @blueprint.delete("/<file_id>")
+@described(answers={200: shapes.DeletedFile})
 def delete(file_id: str) -> Response:
+    """Remove the file; a 409 while a batch reads it."""
     with services().database.transaction() as session:
         files.remove(session, tenant().id, checked_id("file", file_id))
     _shelf().erase(file_id)

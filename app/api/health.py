@@ -6,6 +6,8 @@ from flask import Blueprint, Response, jsonify
 from sqlalchemy import NullPool, create_engine, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.api import shapes
+from app.api.operations import described
 from app.api.services import services
 from app.broker import answers
 from app.settings import Settings
@@ -18,11 +20,14 @@ _PROBE_S = 2
 
 
 @blueprint.get("/healthz")
+@described(answers={200: shapes.Alive}, is_public=True)
 def live() -> Response:
+    """The process lives."""
     return jsonify(status="ok")
 
 
 @blueprint.get("/readyz")
+@described(answers={200: shapes.Readiness, 503: shapes.Readiness}, is_public=True)
 def ready() -> Response:
     """200 when the database and Redis answer, else 503 naming what does not.
 

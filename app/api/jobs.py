@@ -10,9 +10,11 @@ from typing import Any
 from flask import Blueprint, Response, jsonify, request, url_for
 
 from app import choices, jobs, submissions, waiting
+from app.api import shapes
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
-from app.api.pages import asked_page, checked_id, listing
+from app.api.operations import described
+from app.api.pages import asked_page, checked_id, listing, page_query
 from app.api.services import services
 from app.bodies import fingerprint
 from app.choices import Choice
@@ -21,6 +23,7 @@ from app.jobs import Idempotency
 from app.logprobs import chat_shape
 from app.moves import Status
 from app.settlements import usage_of
+from app.submissions import JobRequest
 from app.tables import Job
 from app.tiers import Plan
 from app.waiting import Wait
@@ -35,6 +38,7 @@ _MAX_PAGE = 100
 
 
 @blueprint.post("")
+@described(body=JobRequest, headers={"Idempotency-Key": str}, answers={202: shapes.Job})
 def submit() -> Response:
     """202 means that the job is durable: its row was committed before this answer."""
     own = services()
@@ -68,6 +72,7 @@ def submit() -> Response:
 
 
 @blueprint.get("")
+@described(query={**page_query("job", max_limit=_MAX_PAGE), "status": Status}, answers={200: shapes.Jobs})
 def list_jobs() -> Response:
     """The tenant's jobs, newest first; logprobs come with a job that is read alone."""
     page = asked_page("job", limit=_PAGE, max_limit=_MAX_PAGE)
@@ -80,7 +85,9 @@ def list_jobs() -> Response:
 
 
 @blueprint.get("/<job_id>")
+@described(answers={200: shapes.Job})
 def read(job_id: str) -> Response:
+    """The job, with the text so far."""
     with services().database.autocommit() as session:
         job = jobs.find(session, tenant().id, checked_id("job", job_id))
         jobs.add_progress(session, [job])
@@ -91,7 +98,9 @@ def read(job_id: str) -> Response:
 
 
 @blueprint.delete("/<job_id>")
+@described(answers={200: shapes.DeletedJob})
 def delete(job_id: str) -> Response:
+    """Cancel the job if it has not ended, and forget it."""
     with services().database.transaction() as session:
         moved = jobs.remove(session, tenant().id, checked_id("job", job_id))
     services().publish(moved)
@@ -99,6 +108,7 @@ def delete(job_id: str) -> Response:
 
 
 @blueprint.post("/<job_id>/cancel")
+@described(answers={200: shapes.Job})
 def cancel(job_id: str) -> Response:
     """From the commit on no further token is shown or charged. A body is ignored: clients send an empty one."""
     with services().database.transaction() as session:

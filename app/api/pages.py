@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from flask import Response, jsonify, request
+from pydantic import Field
 
 from app.errors import InvalidRequest, NotFound
 
 T = TypeVar("T")
+
+
+def page_query(kind: str, *, max_limit: int) -> dict[str, Any]:
+    """The parameters of asked_page, for /openapi.json."""
+    return {
+        "after": Annotated[str, Field(pattern=f"^{kind}_[0-9a-f]{{32}}$")],
+        "limit": Annotated[int, Field(ge=1, le=max_limit)],
+    }
 
 
 def checked_id(kind: str, text: str) -> str:

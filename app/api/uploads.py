@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from flask import Blueprint, Response, jsonify
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from app import files, submissions, uploads
+from app.api import shapes
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
 from app.api.files import file_object
 from app.api.forms import received_form
+from app.api.operations import described
 from app.api.pages import checked_id
 from app.api.services import services
 from app.errors import Conflict, NotFound
@@ -25,7 +29,9 @@ blueprint.before_request(authenticate)
 
 
 @blueprint.post("")
+@described(body=Request, answers={200: shapes.Upload})
 def create() -> Response:
+    """Begin a file in parts."""
     own = services()
     request = submissions.validated(Request, read_object())
     with own.database.transaction() as session:
@@ -33,7 +39,12 @@ def create() -> Response:
     return jsonify(upload_object(upload, Status.PENDING))
 
 
+class _PartForm(TypedDict):
+    data: Annotated[bytes, Field(json_schema_extra={"format": "binary"})]
+
+
 @blueprint.post("/<upload_id>/parts")
+@described(form=_PartForm, answers={200: shapes.UploadPart})
 def add_part(upload_id: str) -> Response:
     """200 means that the part is durable."""
     upload_id = checked_id("upload", upload_id)
@@ -46,6 +57,7 @@ def add_part(upload_id: str) -> Response:
 
 
 @blueprint.post("/<upload_id>/complete")
+@described(body=Completion, answers={200: shapes.Upload})
 def complete(upload_id: str) -> Response:
     """The file, durable. Of one that is complete already, whose answer was lost perhaps, it is answered again."""
     own = services()
@@ -75,8 +87,9 @@ def complete(upload_id: str) -> Response:
 
 
 @blueprint.post("/<upload_id>/cancel")
+@described(answers={200: shapes.Upload})
 def cancel(upload_id: str) -> Response:
-    """A body is ignored: clients send an empty one."""
+    """Drop the parts. A body is ignored: clients send an empty one."""
     with services().database.transaction() as session:
         upload, parts = uploads.cancel(session, tenant().id, checked_id("upload", upload_id))
         answer = jsonify(upload_object(upload, Status.CANCELLED))

@@ -7,12 +7,14 @@ import io
 import re
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 from flask import Blueprint, Response, jsonify, request
 
 from app import usage
+from app.api import shapes
 from app.api.auth import authenticate, tenant
+from app.api.operations import Stream, described
 from app.api.services import services
 from app.errors import InvalidRequest
 from app.usage import Usage
@@ -26,6 +28,10 @@ _MAX_DAYS = 366
 
 
 @blueprint.get("")
+@described(
+    query={"start": shapes.Day, "end": shapes.Day, "format": Literal[_FORMATS]},
+    answers={200: (shapes.UsageList, Stream("text/csv", "The same rows, with a header line."))},
+)
 def read() -> Response:
     """By day, model and tier, from `start` to `end`, both included; the last 30 days where the query names none."""
     end = _asked_day("end") or datetime.now(UTC).date()

@@ -7,7 +7,9 @@ from typing import Any
 from flask import Blueprint, Response, jsonify
 
 from app import waiting
+from app.api import shapes
 from app.api.auth import authenticate
+from app.api.operations import described
 from app.api.services import services
 from app.waiting import Depth
 
@@ -16,6 +18,7 @@ blueprint.before_request(authenticate)
 
 
 @blueprint.get("")
+@described(answers={200: shapes.Queue})
 def read() -> Response:
     """Of all tenants together: nobody's own jobs can be told from it."""
     own = services()
