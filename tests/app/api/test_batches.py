@@ -148,7 +148,8 @@ def test_lists_are_paged(call: Any) -> None:
         ({"input_file_id": f"file_{'0' * 32}"}, 404, "input_file_id"),
         ({"input_file_id": "no id at all"}, 404, "input_file_id"),
         ({"webhook": {"url": "https://127.0.0.1/"}}, 422, "webhook.url"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 422, "output_expires_after"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, 422, "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, 422, "output_expires_after.anchor"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(call: Any, fields: dict[str, Any], status: int, param: str) -> None:
