@@ -71,7 +71,9 @@ def claim(session: Session, owner: str, dispatch_numbers: Mapping[str, int]) -> 
     )
     if session.scalar(alive) is None:
         return []
-    jobs = lock_where(session, is_among(dispatch_numbers), Job.status == "queued", skip_locked=True)
+    jobs = lock_where(
+        session, is_among(dispatch_numbers), Job.status == "queued", ~Job.awaits_parents, skip_locked=True
+    )
     begun = [Move(job.id, owner=owner, claimed_number=dispatch_numbers[job.id]) for job in jobs]
     numbers = {event.job_id: event.number for event in move(session, begun, Status.RUNNING)}
     begun_before = _begun(session, [job.id for job in jobs if job.attempt > 0])

@@ -2,6 +2,7 @@
 
     Refusal
     ├── InvalidRequest      422   a field is wrong
+    │   └── PromptTooLong         with its parents' texts: the error of a job, for it was accepted
     ├── MalformedBody       400   the body is not the JSON we can read
     ├── Unauthenticated     401
     ├── Forbidden           403   a valid key, for something else
@@ -46,6 +47,12 @@ class InvalidRequest(Refusal):
 
     code = "invalid_request"
     status = 422
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt is too long with its parents' texts."""
+
+    code = "prompt_too_long"
 
 
 class MalformedBody(Refusal):

@@ -12,11 +12,12 @@ from sqlalchemy import DateTime, bindparam, delete, func, select, text
 from sqlalchemy.orm import Session, undefer
 from sqlalchemy.orm.attributes import set_committed_value
 
-from app import db, limits, settlements, tables
+from app import db, limits, programs, settlements, tables
 from app.errors import Conflict, KeyReused, NotFound, QueueFull, QuotaExceeded, Refusal
 from app.events import Event
 from app.ids import new_id
 from app.moves import Move, Status, lock_where, logs_of, move
+from app.programs import Child
 from app.tables import Job
 from app.tiers import Tier
 
@@ -29,6 +30,7 @@ class Submission:
     model: str
     model_revision: str
     prompt_ids: tuple[int, ...]
+    """None yet of a child."""
     sampling: Mapping[str, Any]
     """The fields of engine.request.Sampling that are not its defaults, max_tokens and the seed always."""
     deadline_s: float
@@ -39,11 +41,22 @@ class Submission:
     batch_id: str | None = None
     row_number: int | None = None
     custom_id: str | None = None
+    child: Child | None = None
+    """Where it names parents."""
 
     @property
     def most_tokens(self) -> int:
         """What the job may use, prompt and output together."""
-        return len(self.prompt_ids) + self.num_choices * int(self.sampling["max_tokens"])
+        most_prompt_tokens = len(self.prompt_ids) if self.child is None else self.child.most_prompt_tokens
+        return most_prompt_tokens + self.num_choices * int(self.sampling["max_tokens"])
+
+    @property
+    def awaits_parents(self) -> bool:
+        return self.child is not None
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.child is None else self.child.depth
 
     @property
     def has_logprobs(self) -> bool:
@@ -160,15 +173,15 @@ _WRITE = text(
         insert into jobs (
             id, tenant_id, tier, model, model_revision, status, prompt_ids, prompt_tokens, sampling, num_choices,
             has_logprobs, metadata, webhook_url, created_at, deadline_at, reserved_tokens, batch_id, row_number,
-            custom_id
+            custom_id, awaits_parents, depth
         )
         select id, :tenant_id, tier, model, model_revision, 'queued', prompt_ids, cardinality(prompt_ids), sampling,
             num_choices, has_logprobs, metadata, webhook_url, :moment, :moment + make_interval(secs => deadline_s),
-            reserved_tokens, batch_id, row_number, custom_id
+            reserved_tokens, batch_id, row_number, custom_id, awaits_parents, depth
         from json_to_recordset(cast(:jobs as json)) as asked (
             id text, tier text, model text, model_revision text, prompt_ids int[], sampling jsonb, num_choices int,
             has_logprobs boolean, metadata jsonb, webhook_url text, deadline_s float8, reserved_tokens int,
-            batch_id text, row_number int, custom_id text
+            batch_id text, row_number int, custom_id text, awaits_parents boolean, depth int
         )
         returning id
     )
@@ -185,7 +198,10 @@ def _write(
     *,
     is_reserved: bool = False,
 ) -> None:
-    """Write new jobs by their ids, in state queued, each with its first event: one statement, however many they are."""
+    """Write new jobs by their ids, in state queued, each with its first event: one statement, however many they are.
+
+    And one more for those that wait for parents.
+    """
     jobs = [
         {
             **{name: getattr(submission, name) for name in _WRITTEN},
@@ -195,9 +211,11 @@ def _write(
         for job_id, submission in submissions.items()
     ]
     session.execute(_WRITE, {"jobs": json.dumps(jobs), "tenant_id": tenant_id, "moment": moment})
+    programs.write(session, {job_id: each.child for job_id, each in submissions.items() if each.child is not None})
 
 
-_WRITTEN = [*(field.name for field in fields(Submission)), "has_logprobs"]
+_WRITTEN = [field.name for field in fields(Submission) if field.name != "child"]
+_WRITTEN += ["has_logprobs", "awaits_parents", "depth"]
 
 
 def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: datetime) -> Job:
@@ -254,6 +272,16 @@ _REMEMBER = text(
     """
 )
 """In the order of keys, so that two processes that wait for each other's never do so both ways."""
+
+
+def made_before(session: Session, tenant_id: str, idempotency: Idempotency) -> Submitted | None:
+    """The job that the key made, if it did; what its body names may be gone since. Raises what refuses a replay."""
+    if session.get(tables.IdempotencyRecord, (tenant_id, idempotency.key)) is None:
+        return None
+    replayed = _replayed(session, tenant_id, idempotency)
+    if isinstance(replayed, Refusal):
+        raise replayed
+    return replayed
 
 
 def _remember(session: Session, tenant_id: str, keys: Mapping[str, Idempotency]) -> set[str]:
@@ -350,6 +378,7 @@ def remove(session: Session, tenant_id: str, job_id: str) -> list[Event]:
         raise Conflict(f"Job '{job_id}' is a row of batch '{job.batch_id}' and is kept with it")
     moved = [] if Status(job.status).is_terminal else _cancel_unless_ended(session, tenant_id, job_id)
     session.execute(delete(Job).where(Job.id == job_id))
+    programs.look_now(session, job_id)
     return moved
 
 

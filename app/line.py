@@ -27,16 +27,16 @@ SUSPECT_DEATHS = 2
 Numbered = Sequence[tuple[str, int]]
 """Job ids with their dispatch numbers."""
 
-_IN_LINE = "status = 'queued' and dispatch_number is null and not handed_back and model = :model and tier = :tier"
+_NEVER_RAN = "status = 'queued' and dispatch_number is null and not handed_back and not awaits_parents"
+_IN_LINE = f"{_NEVER_RAN} and model = :model and tier = :tier"
 """A job of the line that never ran; what the index jobs_in_line is made for."""
 
 _WAITING = text(
-    """
+    f"""
     select tier, in_line, handed_back from unnest(cast(:tiers as text[])) as asked (tier)
     cross join lateral (select
         exists (
-            select from jobs where status = 'queued' and dispatch_number is null and not handed_back
-            and model = :model and tier = asked.tier
+            select from jobs where {_NEVER_RAN} and model = :model and tier = asked.tier
         ) as in_line,
         exists (
             select from jobs where status = 'queued' and dispatch_number is null and handed_back
@@ -147,7 +147,7 @@ _NUMBER = text(
         ) with ordinality as asked (id, counter, cost, weight, place)
     ), chosen as materialized (
         select asked.* from jobs join asked on jobs.id = asked.id
-        where status = 'queued' and dispatch_number is null
+        where status = 'queued' and dispatch_number is null and not awaits_parents
         order by jobs.id
         for update of jobs skip locked
     ), numbered as materialized (
@@ -177,11 +177,11 @@ _KEEP_COUNTERS = text(
 )
 
 _LEAVE = text(
-    """
+    f"""
     update token_counters set in_line = false
     where in_line and not exists (
         select from jobs
-        where status = 'queued' and dispatch_number is null and not handed_back
+        where {_NEVER_RAN}
         and jobs.model = token_counters.model and jobs.tier = token_counters.tier
         and jobs.tenant_id = token_counters.tenant_id
     )

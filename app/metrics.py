@@ -90,7 +90,7 @@ class Counts(Collector):
         waits_s = {row.tier: row.oldest_s for row in unfinished if row.status == "queued"}
         jobs, oldest, by_readiness, by_status = families = _families()
         for tier in Tier:
-            oldest.add_metric([tier.value], float(waits_s.get(tier.value, 0)))
+            oldest.add_metric([tier.value], float(waits_s.get(tier.value) or 0))
             for status in ("queued", "running"):
                 jobs.add_metric([status, tier.value], counts.get((status, tier.value), 0))
         for ready in (True, False):
@@ -105,7 +105,7 @@ _UNFINISHED = (
         Job.status,
         Job.tier,
         func.count().label("number"),
-        func.extract("epoch", NOW - func.min(Job.created_at)).label("oldest_s"),
+        func.extract("epoch", NOW - func.min(Job.created_at).filter(~Job.awaits_parents)).label("oldest_s"),
     )
     .where(Job.status.in_(["queued", "running"]))
     .group_by(Job.status, Job.tier)

@@ -94,8 +94,10 @@ def move(session: Session, moves: Sequence[Move], to: Status, *, reason: str | N
     return [Event(each.id, moved[each.id].number, to.value, moved[each.id].facts) for each in moves]
 
 
-def _move_statement(changes: str, facts: str) -> TextClause:
+def _move_statement(changes: str, facts: str, beside: str = "") -> TextClause:
     """The statement of a move: what it changes beside the status, and what its event says of the changed row.
+
+    beside are further changes, each ", name as (…)".
 
     clock is the time by the database's clock; log the job's events, summed up.
     """
@@ -118,7 +120,7 @@ def _move_statement(changes: str, facts: str) -> TextClause:
             returning jobs.id, log.last_number + 1 as number, {facts} as facts, webhook_url is not null as has_webhook
         ), told as (
             insert into events (job_id, number, kind, data) select id, number, :to, facts from moved
-        )
+        ){beside}
         select id, number, facts, has_webhook from moved
         """
     )
@@ -138,7 +140,11 @@ _END = _move_statement(
         )
     )
     """,
+    """, children as (
+        update parents set look_at = clock_timestamp() from moved where parents.parent_id = moved.id
+    )""",
 )
+"""Children of what ends are to be looked at: see app.programs."""
 _MOVES: dict[Status, TextClause] = {
     Status.QUEUED: _move_statement(
         """

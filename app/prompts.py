@@ -33,9 +33,12 @@ class Prompts:
         self._plain: Tokenizer = Tokenizer.from_file(path)
         """Reads them as text: for whatever a user wrote."""
         self._plain.encode_special_tokens = True
-        self._control_tokens = [
-            token.content for token in self._control.get_added_tokens_decoder().values() if token.special
-        ]
+        controls = {
+            token_id: token.content
+            for token_id, token in self._control.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._control_ids, self._control_tokens = controls.keys(), list(controls.values())
         self._template_tokens = _special_tokens(model)
         self._template = _chat_template(model)
 
@@ -74,6 +77,35 @@ class Prompts:
             return ()
         return (start,) if behind_space[-len(start) :] == start else (start, behind_space)
 
+    def of_more(self, text: str) -> tuple[int, ...]:
+        """The ids of a text that goes on behind others."""
+        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def of_output(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """The ids of a job's output that its text is made of, those that it was generated with where they spell it.
+
+        What ended it is left out: an end-of-sequence token, and a stop string with all that stands behind it.
+        """
+        for spelled in (ids, ids[:-1]):
+            if self._plain.decode(list(spelled), skip_special_tokens=True) == text:
+                return self._without_last_controls(spelled)
+        return self.of_more(text)
+
+    def _without_last_controls(self, ids: Sequence[int]) -> tuple[int, ...]:
+        end = len(ids)
+        while end and ids[end - 1] in self._control_ids:
+            end -= 1
+        return tuple(ids[:end])
+
+    def of_next_turn(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The ids of messages behind the text of an assistant's turn: what closes that turn, too.
+
+        Raises as of_messages does.
+        """
+        marks = [secrets.token_hex(16) for _ in range(2)]
+        before = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant"), marks, strict=True)]
+        return self._render_apart([*before, *messages], behind=marks[-1])
+
     def of_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The ids of a chat, rendered by the model's template with the assistant's turn opened.
 
@@ -83,10 +115,11 @@ class Prompts:
             return self._render_apart(messages)
         return tuple(self._control.encode(self._render(messages), add_special_tokens=False).ids)
 
-    def _render_apart(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def _render_apart(self, messages: Sequence[Message], *, behind: str | None = None) -> tuple[int, ...]:
         """Encode contents apart from the template's text, so that control tokens in them stay text.
 
         Each content is rendered as a mark that nobody can guess; the text between the marks is the template's own.
+        What stands behind the message with this very content is encoded alone.
         """
         marks = [secrets.token_hex(16) for _ in messages]
         rendered = self._render([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
@@ -97,6 +130,8 @@ class Prompts:
                 raise InvalidRequest("messages: the model's chat template leaves a message out", param="messages")
             ids += self._control.encode(own, add_special_tokens=False).ids
             ids += self._plain.encode(message["content"], add_special_tokens=False).ids
+            if message["content"] == behind:
+                ids.clear()
         ids += self._control.encode(rendered, add_special_tokens=False).ids
         return tuple(ids)
 

@@ -17,6 +17,10 @@ _REMOVE = text(
         select id from jobs
         where finished_at < statement_timestamp() - make_interval(secs => :keep_s) and tier = :tier
         and not exists (select from batches where id = jobs.batch_id and status = any(:open))
+        and not exists (
+            select from parents join jobs as child on child.id = parents.job_id
+            where parents.parent_id = jobs.id and child.status = 'queued'
+        )
         and not exists (select from deliveries where job_id = jobs.id and status in ('pending', 'sending'))
         order by finished_at limit :limit
         for update skip locked
@@ -33,8 +37,8 @@ _REMOVE = text(
 def remove_bygone(session: Session, tiers: TierTable) -> int:
     """Remove up to LIMIT jobs whose days are over, with events, webhook logs and Idempotency-Keys; how many there were.
 
-    Jobs of a batch that has not ended stay, and those whose webhook has not been delivered or given up. What a job was
-    charged stays for ever, and so do an ended batch's counts and files.
+    Jobs of a batch that has not ended stay, those that others wait for, and those whose webhook has not been delivered
+    or given up. What a job was charged stays for ever, and so do an ended batch's counts and files.
     """
     removed = 0
     for tier in Tier:

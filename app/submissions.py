@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from app import tiers
+from app import outlines, programs, tiers
 from app.addresses import check_url
 from app.bodies import Body, field_path, text_or_list
 from app.errors import InvalidRequest, NotFound
 from app.grammars import GrammarFields, Grammars
 from app.jobs import Submission
 from app.models import Model
+from app.outlines import Outline
+from app.programs import Parent, ProgramFields
 from app.prompts import Prompts
 from app.sampling import LogprobFields, MaxTokens, SamplingFields, to_sampling
 from app.settings import Settings
@@ -28,8 +30,14 @@ DEFAULT_MAX_TOKENS = 256
 MAX_DEADLINE_S = 30 * 86_400.0
 
 
-class ChatMessage(Body):
+class JobMessage(Body):
     role: Literal["system", "user", "assistant"]
+    content: outlines.Content
+
+
+class ChatMessage(JobMessage):
+    """One that quotes nobody."""
+
     content: str
 
 
@@ -63,12 +71,12 @@ class _Generation(SamplingFields, GrammarFields):
     metadata: Metadata | None = None
 
 
-class JobRequest(_Generation, LogprobFields):
-    """The body of POST /v1/jobs: exactly one of prompt and messages."""
+class JobRequest(_Generation, LogprobFields, ProgramFields):
+    """The body of POST /v1/jobs: exactly one of prompt and messages, or none where it continues another job."""
 
-    prompt: TextOrIds | None = None
-    """Text, or token ids."""
-    messages: Messages | None = None
+    prompt: outlines.Prompt | None = None
+    """Text, token ids, or a list of texts and quotes."""
+    messages: Annotated[list[JobMessage], Field(min_length=1)] | None = None
     webhook: Webhook | None = None
     deadline: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
     """Seconds from now until the job expires. Default: the server's own."""
@@ -77,9 +85,27 @@ class JobRequest(_Generation, LogprobFields):
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
+        num_prompts = (self.prompt is not None) + (self.messages is not None)
+        if num_prompts > 1 or (num_prompts == 0 and self.continues is None):
             raise InvalidRequest("Give either prompt or messages", param="prompt")
         return self
+
+    @property
+    def named_parents(self) -> outlines.Named:
+        """Each field that names a parent, and the id in it."""
+        contents = [(f"messages[{place}].content", each.content) for place, each in enumerate(self.messages or ())]
+        return [
+            *((f"after[{place}]", job_id) for place, job_id in enumerate(self.after or ())),
+            *([] if self.continues is None else [("continue", self.continues)]),
+            *outlines.quotes_in(self.prompt or "", "prompt"),
+            *(quote for field, content in contents for quote in outlines.quotes_in(content, field)),
+        ]
+
+    @property
+    def outline(self) -> Outline:
+        """What its prompt is made of."""
+        written = self.model_dump(mode="json", include={"prompt", "messages"})
+        return Outline(continues=self.continues, max_tokens=self.max_tokens, **written)
 
 
 class _OpenAIBody(_Generation):
@@ -102,9 +128,9 @@ class ChatCompletion(_OpenAIBody, LogprobFields):
     def as_job(self) -> JobRequest:
         logprobs = {name: getattr(self, name) for name in LogprobFields.model_fields}
         if self.max_completion_tokens is None:
-            return JobRequest(**self._shared(), **logprobs, messages=self.messages)
+            return JobRequest(**self._shared(), **logprobs, messages=[*self.messages])
         shared = self._shared() | {"max_tokens": self.max_completion_tokens}
-        request = JobRequest(**shared, **logprobs, messages=self.messages)
+        request = JobRequest(**shared, **logprobs, messages=[*self.messages])
         request._name_of_max_tokens = "max_completion_tokens"
         return request
 
@@ -143,9 +169,16 @@ def parse_row(endpoint: str, body: Mapping[str, Any]) -> JobRequest:
 
 
 def to_submission(
-    request: JobRequest, *, plan: Plan, model: Model, prompts: Prompts, grammars: Grammars, settings: Settings
+    request: JobRequest,
+    *,
+    plan: Plan,
+    model: Model,
+    prompts: Prompts,
+    grammars: Grammars,
+    settings: Settings,
+    parents: Mapping[str, Parent] | None = None,
 ) -> Submission:
-    """What jobs.submit takes: rendered, tokenized, with all defaults filled in.
+    """What jobs.submit takes: rendered, tokenized, with all defaults filled in; parents are those that it names.
 
     A batch sets tier, deadline and row with dataclasses.replace. Raises NotFound for a model that is not served,
     InvalidRequest for what does not fit it, Unavailable while grammars cannot be checked.
@@ -153,15 +186,16 @@ def to_submission(
     if request.model is not None and request.model != model.name:
         raise NotFound(f"There is no model '{request.model[:64]}'; this server has '{model.name}'", param="model")
     tier = tiers.admit(plan, request.service_tier)
-    prompt_ids = _prompt_ids(request, prompts)
+    prompt_ids = outlines.own_ids(request.outline, prompts) if parents else _prompt_ids(request, prompts)
+    max_tokens = _max_tokens(request, len(prompt_ids), model.context_length)
     return Submission(
         tier=tier,
         model=model.name,
         model_revision=model.revision,
-        prompt_ids=prompt_ids,
+        prompt_ids=() if parents else prompt_ids,
         sampling=to_sampling(
             request,
-            max_tokens=_max_tokens(request, len(prompt_ids), model.context_length),
+            max_tokens=max_tokens,
             top_logprobs=request.num_top_logprobs,
             prompts=prompts,
             vocab_size=model.vocab_size,
@@ -171,6 +205,7 @@ def to_submission(
         deadline_s=settings.tiers[tier].deadline_s if request.deadline is None else request.deadline,
         metadata=request.metadata or {},
         webhook_url=None if request.webhook is None else check_url(request.webhook.url, settings),
+        child=programs.child_of(request.outline, parents, model, num_own=len(prompt_ids)) if parents else None,
     )
 
 
@@ -179,9 +214,9 @@ def _prompt_ids(request: JobRequest, prompts: Prompts) -> tuple[int, ...]:
         case str():
             return prompts.of_text(request.prompt)
         case list():
-            return prompts.of_ids(request.prompt)
+            return prompts.of_ids([each for each in request.prompt if isinstance(each, int)])
     assert request.messages is not None
-    return prompts.of_messages([{"role": each.role, "content": each.content} for each in request.messages])
+    return prompts.of_messages([{"role": each.role, "content": str(each.content)} for each in request.messages])
 
 
 def _max_tokens(request: JobRequest, prompt_tokens: int, context_length: int) -> int:
@@ -229,6 +264,12 @@ def _refusal(error: ErrorDetails, within: tuple[str, ...]) -> InvalidRequest:
 def _as_written(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """Without what is not the client's: the tag of a union behind its field, and the mark behind a key."""
     match location:
+        case ("prompt", "parts", int() as place, str(), *inner):
+            return ("prompt", place, *inner)
+        case ("messages", int() as message, "content", str(), int() as place, str(), *inner):
+            return ("messages", message, "content", place, *inner)
+        case ("messages", int() as message, "content", str()):
+            return ("messages", message, "content")
         case ("prompt" | "stop" | "response_format" as field, str(), *inner):
             return (field, *inner)
         case ("metadata" | "logit_bias" as field, key, "[key]"):

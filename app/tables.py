@@ -119,7 +119,9 @@ class Job(Base):
             "tier",
             "tenant_id",
             "id",
-            postgresql_where=text("status = 'queued' and dispatch_number is null and not handed_back"),
+            postgresql_where=text(
+                "status = 'queued' and dispatch_number is null and not handed_back and not awaits_parents"
+            ),
         ),
         Index(
             "jobs_handed_back",
@@ -209,10 +211,40 @@ class Job(Base):
     error: Mapped[dict[str, Any] | None]
     """{code, message}"""
 
+    awaits_parents: Mapped[bool] = mapped_column(server_default=text("false"))
+    """It stands in no line, and has no prompt, before the last of its parents has ended."""
+    depth: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    """How many jobs, one behind the other, had yet to end before it as it was submitted."""
+
     batch_id: Mapped[str | None] = mapped_column(ForeignKey("batches.id"))
     row_number: Mapped[int | None]
     """The line of the batch's input file, from 1."""
     custom_id: Mapped[str | None]
+
+
+class Outline(Base):
+    """The prompt of a job that awaits its parents, before their texts are in it; gone with the waiting."""
+
+    __tablename__ = "outlines"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    outline: Mapped[dict[str, Any]]
+    """As app.programs.Outline has it."""
+    most_prompt_tokens: Mapped[int]
+    """What the prompt was expected to have at most, and what its job reserved for it."""
+
+
+class Parent(Base):
+    """A job, and one that it waits for; gone with the waiting."""
+
+    __tablename__ = "parents"
+    __table_args__ = (Index("parents_by_parent", "parent_id"), Index("parents_due", "look_at"))
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    parent_id: Mapped[str] = mapped_column(primary_key=True)
+    """No foreign key: to insert a child would lock its parent, and a claim passes over what is locked."""
+    look_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    """When somebody is to look whether the child may run: as the parent ends, and now and then before."""
 
 
 class Event(Base):

@@ -18,6 +18,8 @@ from app.tiers import Tier
 class Reason(StrEnum):
     """What a queued job waits for."""
 
+    PARENTS = "parents"
+    """Jobs that it names: it stands in no line before the last of them has ended."""
     NO_WORKER = "no_worker"
     """No worker that serves its model is there and takes jobs."""
     DISPATCHED = "dispatched"
@@ -33,7 +35,8 @@ class Reason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Wait:
     position: int
-    """Jobs that are to start before it, as things stand; more paid work may overtake it."""
+    """Jobs that are to start before it, as things stand; more paid work may overtake it. Of one that waits for parents,
+    how many of these have not ended."""
     estimated_start: datetime | None
     """When that many will have started, at the pace of late; None while none has started or no worker is there."""
     reason: Reason
@@ -45,7 +48,7 @@ class Depth:
 
     tier: Tier
     queued: int
-    """Jobs that wait, in line and at the broker."""
+    """Jobs that wait, in line and at the broker; not those that wait for their parents."""
     running: int
     oldest_wait_s: float
     """How long the job that has waited longest has done so, in seconds; 0 where none waits."""
@@ -73,19 +76,28 @@ _AT_BROKER = text(
     """
 )
 
+_OPEN_PARENTS = text(
+    """
+    select count(*) from parents join jobs on jobs.id = parent_id
+    where job_id = :id and status in ('queued', 'running')
+    """
+)
+
 _DEPTHS = text(
     """
     select count(*) filter (where status = 'queued') as queued, count(*) filter (where status = 'running') as running,
         coalesce(
             extract(epoch from clock_timestamp() - min(created_at) filter (where status = 'queued')), 0
         ) as oldest_s
-    from jobs where status in ('queued', 'running') and model = :model and tier = :tier
+    from jobs where status in ('queued', 'running') and model = :model and tier = :tier and not awaits_parents
     """
 )
 
 
 def wait_of(session: Session, job: Job) -> Wait:
     """What a queued job waits for."""
+    if job.awaits_parents:
+        return Wait(session.execute(_OPEN_PARENTS, {"id": job.id}).scalar_one(), None, Reason.PARENTS)
     asked = {"model": job.model, "tier": job.tier}
     at_broker: int = session.execute(_AT_BROKER, asked | {"number": job.dispatch_number}).scalar_one()
     if job.dispatch_number is not None:

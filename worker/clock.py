@@ -26,10 +26,11 @@ from app.rows import Desk
 from app.settings import Settings, get_settings
 from app.shelf import Shelf
 from app.vault import Vault
-from worker import batches, webhooks
+from worker import batches, programs, webhooks
 from worker.batches import Clerk
 from worker.consumer import ConsumerWatch
 from worker.metrics import IoMetrics
+from worker.programs import Usher
 from worker.sweep import Sweeper
 from worker.vital import end_process, vital_thread
 
@@ -40,6 +41,7 @@ POOL_SIZE = 16
 SETTLEMENTS_INTERVAL_S = 1.0
 DELIVERIES_INTERVAL_S = 0.5
 BATCHES_INTERVAL_S = 0.5
+PROGRAMS_INTERVAL_S = 0.2
 STRAYS_INTERVAL_S = 3_600.0
 RETENTION_INTERVAL_S = 60.0
 JOIN_TIMEOUT_S = 5.0
@@ -105,8 +107,10 @@ def rounds(opened: Services) -> list[Round]:
         on_requeued=opened.dispatcher.nudge,
     )
     shelf = Shelf(opened.settings)
-    desk = Desk(opened.settings, opened.model, Prompts(opened.model), Grammars(opened.model))
+    prompts = Prompts(opened.model)
+    desk = Desk(opened.settings, opened.model, prompts, Grammars(opened.model))
     clerk = Clerk(opened.database, desk, shelf)
+    usher = Usher(opened.database, opened.model, prompts, opened.settings.max_body_bytes)
     return [
         Round("sweep", opened.settings.sweep_interval_s, sweeper.sweep),
         Round("settlements", SETTLEMENTS_INTERVAL_S, lambda: settle(opened.database)),
@@ -115,6 +119,11 @@ def rounds(opened: Services) -> list[Round]:
             "batches",
             BATCHES_INTERVAL_S,
             lambda: batches.advance_batches(clerk, opened.redis, nudge=opened.dispatcher.nudge),
+        ),
+        Round(
+            "programs",
+            PROGRAMS_INTERVAL_S,
+            lambda: programs.advance_programs(usher, opened.redis, nudge=opened.dispatcher.nudge),
         ),
         Round("retention", RETENTION_INTERVAL_S, lambda: _remove_bygone(opened)),
         Round("strays", STRAYS_INTERVAL_S, lambda: batches.remove_strays(opened.database, shelf)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from flask import Blueprint, Response, jsonify, request, url_for
 
-from app import choices, jobs, submissions, waiting
+from app import choices, jobs, programs, submissions, waiting
 from app.api import shapes
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
@@ -19,7 +19,7 @@ from app.api.services import services
 from app.bodies import fingerprint
 from app.choices import Choice
 from app.errors import InvalidRequest
-from app.jobs import Idempotency
+from app.jobs import Idempotency, Submitted
 from app.logprobs import chat_shape
 from app.moves import Status
 from app.settlements import usage_of
@@ -44,28 +44,42 @@ def submit() -> Response:
     own = services()
     key = _idempotency_key()
     body = read_object()
+    asked = submissions.parse(body)
+    idempotency = None if key is None else Idempotency(key, fingerprint(body))
+    parents = None
+    if named := asked.named_parents:
+        with own.database.autocommit() as session:
+            if idempotency is not None and (made := jobs.made_before(session, tenant().id, idempotency)) is not None:
+                return _accepted(made)  # its parents may be gone by now
+            parents = programs.parents_of(session, tenant().id, named)
     submission = submissions.to_submission(
-        submissions.parse(body),
+        asked,
         plan=Plan(tenant().plan),
         model=own.model,
         prompts=own.prompts,
         grammars=own.grammars,
         settings=own.settings,
+        parents=parents,
     )
-    submitted = own.reception.submit(
-        tenant().id, submission, None if key is None else Idempotency(key, fingerprint(body))
-    )
+    submitted = own.reception.submit(tenant().id, submission, idempotency)
     if submitted.is_new:
         own.metrics.submitted.labels(submission.tier.value).inc()
         own.dispatcher.nudge()
-        shown = job_object(submitted.job, [Choice(index) for index in range(submission.num_choices)])
+    return _accepted(submitted)
+
+
+def _accepted(submitted: Submitted) -> Response:
+    """The answer to a submission: the job that it made, or had made before."""
+    own, job = services(), submitted.job
+    if submitted.is_new:
+        shown = job_object(job, [Choice(index) for index in range(job.num_choices)])
     else:
         with own.database.autocommit() as session:
-            jobs.add_progress(session, [submitted.job])
-            shown = job_object(submitted.job, choices.of_one(session, submitted.job))
+            jobs.add_progress(session, [job])
+            shown = job_object(job, choices.of_one(session, job))
     answer = jsonify(shown)
     answer.status_code = 202
-    answer.headers["Location"] = url_for("jobs.read", job_id=submitted.job.id)
+    answer.headers["Location"] = url_for("jobs.read", job_id=job.id)
     if not submitted.is_new:
         answer.headers["Idempotent-Replayed"] = "true"
     return answer

@@ -11,6 +11,7 @@ from flask import Response, jsonify, request
 from pydantic import Field
 
 from app.errors import InvalidRequest, NotFound
+from app.ids import is_id
 
 T = TypeVar("T")
 
@@ -25,13 +26,9 @@ def page_query(kind: str, *, max_limit: int) -> dict[str, Any]:
 
 def checked_id(kind: str, text: str) -> str:
     """The id of a path, if it can be one of that kind at all. Raises NotFound."""
-    if not _is_id(kind, text):
+    if not is_id(kind, text):
         raise NotFound(f"There is no {kind} '{text[:64]}'", param="id")
     return text
-
-
-def _is_id(kind: str, text: str) -> bool:
-    return re.fullmatch(rf"{kind}_[0-9a-f]{{32}}", text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Page:
 def asked_page(kind: str, *, limit: int, max_limit: int) -> Page:
     """The page that the query asks for, limit where it names none. Raises InvalidRequest."""
     after = request.args.get("after")
-    if after is not None and not _is_id(kind, after):
+    if after is not None and not is_id(kind, after):
         raise InvalidRequest(f"after must be the id of a {kind}", param="after")
     text = request.args.get("limit", str(limit))
     if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= max_limit:

@@ -67,6 +67,8 @@ class Failure(TypedDict):
     code: str
     message: str
     param: NotRequired[str]
+    parent: NotRequired[str]
+    """Which one did not succeed, with the code parent_failed."""
 
 
 class Wait(TypedDict):
