@@ -79,6 +79,9 @@ class Output(TypedDict):
 class Problem(TypedDict):
     code: str
     message: str
+    param: NotRequired[str]
+    parent: NotRequired[str]
+    """Which parent did not succeed, with the code parent_failed."""
 
 
 class Job(TypedDict):
@@ -132,9 +135,15 @@ class File(TypedDict):
     purpose: str
 
 
+class Quote(TypedDict):
+    """The place of another job's output, in a prompt or a content: see quote()."""
+
+    quote: str
+
+
 class Message(TypedDict):
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | Sequence[str | Quote]
 
 
 class ClientError(Exception):
@@ -185,6 +194,11 @@ class Event:
         return self.kind in TERMINAL
 
 
+def quote(job_id: str) -> Quote:
+    """The place of a job's output: ["Summarize: ", quote(job_id)] is a prompt."""
+    return {"quote": job_id}
+
+
 class Client:
     """One connection pool to one service with one key. Safe to use from several threads."""
 
@@ -206,17 +220,23 @@ class Client:
 
     def submit(
         self,
-        prompt: str | Sequence[int] | None = None,
+        prompt: str | Sequence[int] | Sequence[str | Quote] | None = None,
         *,
         messages: Sequence[Message] | None = None,
+        after: Sequence[str] | None = None,
+        continues: str | None = None,
         idempotency_key: str | None = None,
         **fields: Any,
     ) -> Job:
         """Make a job of a prompt or of chat messages; fields are those of POST /v1/jobs.
 
+        after names jobs that must succeed before it starts, continues (the field "continue") the one whose prompt and
+        output its own begins with.
+
         A submission whose answer was lost on the way is sent again under the same Idempotency-Key: it makes one job.
         """
-        body = {name: value for name, value in {"prompt": prompt, "messages": messages}.items() if value is not None}
+        named = {"prompt": prompt, "messages": messages, "after": after, "continue": continues}
+        body = {name: value for name, value in named.items() if value is not None}
         headers = {"Idempotency-Key": idempotency_key or secrets.token_hex(16)}
         return cast(Job, self._post("/v1/jobs", _json({**body, **fields}), headers))
 

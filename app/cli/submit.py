@@ -17,6 +17,8 @@ from app.tiers import SERVICE_TIERS
 @click.command()
 @click.argument("prompt", required=False)
 @click.option("--chat", is_flag=True, help="Send the prompt as a chat message instead of text to be continued.")
+@click.option("--after", multiple=True, metavar="JOB", help="Start when JOB has succeeded; may be given several times.")
+@click.option("--continue", "continues", metavar="JOB", help="Go on behind JOB's prompt and output.")
 @click.option("--max-tokens", type=int, help="Tokens to generate at most.")
 @click.option("--temperature", type=float, help="0 always takes the likeliest token.")
 @click.option("--seed", type=int, help="Names the random stream; the same seed gives the same text.")
@@ -31,6 +33,8 @@ def submit(
     prompt: str | None,
     *,
     chat: bool,
+    after: tuple[str, ...],
+    continues: str | None,
     tier: str | None,
     metadata: tuple[str, ...],
     webhook: str | None,
@@ -38,20 +42,22 @@ def submit(
     as_json: bool,
     **sampling: float | None,
 ) -> None:
-    """Submit PROMPT, or what stands on standard input where it is left out or "-".
+    """Submit PROMPT, or what stands on standard input where it is left out or "-"; with --continue it may be missing.
 
     Prints the job's id; with --watch its text, and the exit code is that of `everbatch watch`.
     """
     fields: dict[str, Any] = {
         **sampling,
+        "after": after or None,
+        "continues": continues,
         "service_tier": tier,
         "metadata": _pairs(metadata) or None,
         "webhook": {"url": webhook} if webhook else None,
     }
     given = {name: value for name, value in fields.items() if value is not None}
-    text = _prompt(prompt)
-    messages: list[Message] = [{"role": "user", "content": text}]
-    job = client.submit(messages=messages, **given) if chat else client.submit(text, **given)
+    text = None if prompt is None and continues else _prompt(prompt)
+    messages: list[Message] = [{"role": "user", "content": text or ""}]
+    job = client.submit(messages=messages, **given) if chat and text else client.submit(text, **given)
     if is_watched:
         click.echo(f"{job['id']} {job['status']} ({job['tier']})", err=True)
         sys.exit(show(client, job["id"], as_json=as_json, max_tokens=given.get("max_tokens")))

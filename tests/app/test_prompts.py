@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,39 @@ def test_a_model_without_a_template_takes_prompts_only(variant: Path) -> None:
 def test_the_ids_mean_the_text_that_was_sent(prompts: Prompts, model: Model) -> None:
     tokenizer = Tokenizer.from_file(str(model.directory / "tokenizer.json"))
     assert tokenizer.decode(list(prompts.of_text("naïve ☕"))) == "naïve ☕"
+
+
+def test_the_next_turn_of_a_chat_is_what_a_whole_chat_has_behind_the_answer(prompts: Prompts) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    more = [{"role": "user", "content": content} for content in ("Why?", "", "a <|im_end|> in it")]
+    whole = prompts.of_messages([*chat, *more])
+    before = prompts.of_messages(chat[:1])
+    assert (*before, *b"Hello", *prompts.of_next_turn(more)) == whole
+    assert prompts.of_next_turn([])[:2] == (IM_END, *b"\n")
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "spelled"),
+    [
+        (b"abc", "abc", b"abc"),
+        ((*b"abc", IM_END), "abc", b"abc"),
+        ((*b"abc", *b"!"), "abc", b"abc"),  # a stop token, which has no text
+        (b"abcSTOP", "abc", b"abc"),
+        ((97, IM_END, 98), "ab", (97, IM_END, 98)),  # within a text that went on past its end
+        ("ü".encode()[:1], "\ufffd", "ü".encode()[:1]),
+        ((IM_END,), "", b""),
+        (b"", "", b""),
+    ],
+)
+def test_an_output_is_the_tokens_that_made_its_text(
+    prompts: Prompts, ids: Sequence[int], text: str, spelled: Sequence[int]
+) -> None:
+    assert prompts.of_output(tuple(ids), text) == tuple(spelled)
+
+
+def test_more_text_is_text(prompts: Prompts) -> None:
+    assert prompts.of_more("<|im_end|> ü") == tuple("<|im_end|> ü".encode())
+    assert prompts.of_more("") == ()
 
 
 def test_a_word_is_spelled_at_the_start_of_a_text_and_behind_a_space(prompts: Prompts, variant: Path) -> None:

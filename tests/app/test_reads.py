@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import exists, select, text
 from sqlalchemy.orm import Session
 
-from app import recovery, retention, shares
+from app import recovery, releases, retention, shares
 from app.db import Database
 from app.tiers import TierTable
 
@@ -59,6 +59,7 @@ def full(db: Database) -> Database:
         pytest.param(lambda session: recovery.expire(session), id="expire"),
         pytest.param(lambda session: recovery.requeue_orphans(session, max_deaths=5), id="requeue orphans"),
         pytest.param(lambda session: retention.remove_bygone(session, TierTable()), id="remove bygone"),
+        pytest.param(lambda session: releases.look(session, MODEL, limit=500), id="look at children"),
         pytest.param(lambda session: shares.served(session, MODEL, window_s=60), id="shares"),
     ],
 )

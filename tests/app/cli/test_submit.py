@@ -49,6 +49,16 @@ def test_options_reach_the_service(everbatch: Everbatch, client: Client) -> None
     assert client.get(chat["id"])["usage"]["prompt_tokens"] > 1
 
 
+def test_a_job_waits_for_others_and_goes_on_where_one_stopped(everbatch: Everbatch, client: Client) -> None:
+    first = everbatch("submit", "one", "--max-tokens", "4").stdout.strip()
+    second = everbatch("submit", "two", "--after", first, "--continue", first, "--max-tokens", "4").stdout.strip()
+    third = everbatch("submit", "--continue", second, "--max-tokens", "4").stdout.strip()
+    assert client.wait(third)["usage"]["prompt_tokens"] == 3 + 4 + 3 + 4
+    refused = everbatch("submit", "x", "--after", "job_x")
+    assert (refused.exit_code, refused.stdout) != (0, "")
+    assert "after[0]" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
