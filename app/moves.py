@@ -140,11 +140,17 @@ _END = _move_statement(
         )
     )
     """,
-    """, children as (
-        update parents set look_at = clock_timestamp() from moved where parents.parent_id = moved.id
+    """, noted as materialized (
+        select job_id, parent_id from parents join moved on moved.id = parent_id
+        order by job_id, parent_id
+        for update of parents
+    ), told_children as (
+        update parents set look_at = clock_timestamp() from noted
+        where parents.job_id = noted.job_id and parents.parent_id = noted.parent_id
     )""",
 )
-"""Children of what ends are to be looked at: see app.programs."""
+"""Children of what ends are to be looked at: see app.programs. The order is that in which a child's deletion takes the
+same rows; whoever else changes them passes over what is locked."""
 _MOVES: dict[Status, TextClause] = {
     Status.QUEUED: _move_statement(
         """

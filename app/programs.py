@@ -157,13 +157,16 @@ def look_now(session: Session, parent_id: str) -> None:
 _FORGET = text(
     """
     with outlined as (delete from outlines where job_id = any(:job_ids))
-    delete from parents where job_id = any(:job_ids)
+    delete from parents where (job_id, parent_id) in (
+        select job_id, parent_id from parents where job_id = any(:job_ids)
+        for update skip locked
+    )
     """
 )
 
 
 def forget(session: Session, job_ids: Collection[str]) -> None:
-    """Drop what jobs waited for."""
+    """Drop what jobs waited for; a look finds what was passed over, because a parent ends at this moment."""
     if job_ids:
         session.execute(_FORGET, {"job_ids": list(job_ids)})
 

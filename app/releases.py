@@ -52,16 +52,20 @@ _STAND = text(
 
 _LOOK_LATER = text(
     """
-    update parents set look_at = clock_timestamp()
-        + greatest(least(clock_timestamp() - jobs.created_at, interval '1 minute'), interval '1 second')
-    from unnest(cast(:job_ids as text[]), cast(:parent_ids as text[]), cast(:moments as timestamptz[]))
-        as seen (job_id, parent_id, moment)
-    join jobs on jobs.id = seen.job_id
-    where parents.job_id = seen.job_id and parents.parent_id = seen.parent_id and parents.look_at = seen.moment
+    with unchanged as materialized (
+        select parents.job_id, parents.parent_id, clock_timestamp() - created_at as age
+        from unnest(cast(:job_ids as text[]), cast(:parent_ids as text[]), cast(:moments as timestamptz[]))
+            as seen (job_id, parent_id, moment)
+        join parents on parents.job_id = seen.job_id and parents.parent_id = seen.parent_id and look_at = moment
+        join jobs on jobs.id = seen.job_id
+        for update of parents skip locked
+    )
+    update parents set look_at = clock_timestamp() + greatest(least(age, interval '1 minute'), interval '1 second')
+    from unchanged where parents.job_id = unchanged.job_id and parents.parent_id = unchanged.parent_id
     """
 )
-"""Where look_at is another one by now, a parent has ended since. A child as old as a transaction may be is looked at
-after as long again, for one that was submitted while its parent ended may have been missed."""
+"""Where look_at is another one by now, or locked, a parent ends or has ended. A child is looked at after as long again
+as it is old: who ended its parent while it was submitted may have missed it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ import redis as redis_client
 from sqlalchemy import select, update
 from sqlalchemy.orm import undefer
 
-from app import dispatch, recovery, releases, retention
+from app import claims, dispatch, line, recovery, releases, retention
 from app.broker import Broker
+from app.claims import Finished
 from app.db import Database
 from app.events import Delta, append_tokens
 from app.models import Model
@@ -23,7 +26,7 @@ from app.programs import MAX_DEPTH, MAX_PARENTS
 from app.prompts import Prompts
 from app.settings import Settings
 from app.tables import NOW, Job, Outline, Parent, QuotaDay
-from app.tiers import Plan, TierTable
+from app.tiers import Plan, Tier, TierTable
 from worker.programs import Usher, advance_programs
 
 IM_START, IM_END = 257, 258
@@ -112,9 +115,10 @@ def test_a_child_whose_parents_have_ended_before_is_released_at_once(ask: Any, w
 
 
 def test_no_dispatch_and_no_line_counts_what_waits_for_parents(
-    call: Any, ask: Any, db: Database, redis_url: str, new_tenant: Any
+    call: Any, ask: Any, db: Database, redis_url: str, owner: Any, worker: Any
 ) -> None:
     parent = ask("one")
+    worker.take(parent)
     before = call("GET", "/v1/queue").get_json()["tiers"]["paid"]["queued"]
     child = ask("two", after=[parent])
     assert call("GET", "/v1/queue").get_json()["tiers"]["paid"]["queued"] == before
@@ -123,6 +127,7 @@ def test_no_dispatch_and_no_line_counts_what_waits_for_parents(
     broker.close()
     with db.transaction() as session:
         assert session.get_one(Job, child).dispatch_number is None
+        assert owner.tenant_id not in line.who_waits(session, "echo", Tier.PAID)
 
 
 def test_a_waiting_child_is_cancelled_and_deleted_as_any_job(call: Any, ask: Any, advance: Any, db: Database) -> None:
@@ -210,7 +215,7 @@ def test_what_a_stop_string_hid_is_not_continued(ask: Any, worker: Any, advance:
 
 
 @pytest.fixture
-def ends(call: Any, worker: Any, db: Database, expire_now: Any) -> dict[str, Callable[[str], object]]:
+def ends(call: Any, worker: Any, db: Database, expire_now: Any, advance: Any) -> dict[str, Callable[[str], object]]:
     """Ways in which a parent may not succeed."""
 
     def fail(job_id: str) -> None:
@@ -223,6 +228,7 @@ def ends(call: Any, worker: Any, db: Database, expire_now: Any) -> dict[str, Cal
 
     def remove(job_id: str) -> None:
         worker.run(job_id, "a")
+        advance()  # its end has been seen, and others are waited for
         call("DELETE", f"/v1/jobs/{job_id}")
 
     return {
@@ -454,11 +460,53 @@ def test_a_release_that_comes_late_changes_nothing(
     late = usher._rendered(child)
     assert isinstance(late, releases.Rendered)
     advance()
-    worker.run(child, "r")
+    for status in ("queued", "succeeded"):
+        with db.transaction() as session:
+            session.execute(update(Job).where(Job.id == child).values(prompt_tokens=5))
+            assert releases.release(session, [late]) == []
+            assert releases.fail(session, {child: {"code": "parent_failed", "message": ""}}) == []
+            found = session.get_one(Job, child, populate_existing=True)
+            assert (found.status, found.prompt_tokens) == (status, 5)
+        if status == "queued":
+            worker.run(child, "r")
+
+
+def test_ends_deletions_and_looks_at_once_stand_in_each_others_way_nowhere(
+    call: Any, ask: Any, new_worker: Any, usher: Usher, redis: redis_client.Redis, db: Database, advance: Any, row: Any
+) -> None:
+    dice, worker = random.Random(0), new_worker(slots=64)
+    parents = [ask("p") for _ in range(24)]
+    children = {ask("c", after=named): named for _ in range(60) if (named := dice.sample(parents, dice.randint(2, 6)))}
+    deleted = set(list(children)[::6])
+    attempts = {parent: worker.take(parent).attempt for parent in parents}
+    failed = set(parents[::8])
+
+    def end(together: list[str]) -> None:
+        ends = [
+            Finished(parent, attempts[parent], Status.FAILED if parent in failed else Status.SUCCEEDED)
+            for parent in together
+        ]
+        with db.transaction() as session:
+            claims.finish(session, worker.id, ends)
+
+    dice.shuffle(parents)
+    work: list[Callable[[], object]] = [partial(end, parents[start : start + 4]) for start in range(0, 24, 4)]
+    work += [partial(call, "DELETE", f"/v1/jobs/{child}") for child in deleted]
+    work += [partial(advance_programs, usher, redis, nudge=lambda: None)] * 12
+    dice.shuffle(work)
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(each) for each in work]:
+            done.result()
+    with db.transaction() as session:  # as by and by
+        session.execute(update(Parent).values(look_at=NOW))
+    advance()
+    for child, named in children.items():
+        if child not in deleted:
+            found = row(child)
+            assert found.status == ("failed" if failed & set(named) else "queued")
+            assert found.awaits_parents == (found.status == "failed")
     with db.transaction() as session:
-        assert releases.release(session, [late]) == []
-        assert releases.fail(session, {child: {"code": "parent_failed", "message": ""}}) == []
-        assert session.get_one(Job, child).status == "succeeded"
+        assert session.scalars(select(Parent).where(Parent.job_id.in_(children))).all() == []
 
 
 def test_a_parent_that_ends_during_a_look_is_looked_at_again(
