@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from app import tiers
 from app.addresses import check_url
+from app.asked import CHAT, COMPLETIONS
 from app.bodies import Body, field_path, text_or_list
 from app.errors import InvalidRequest, NotFound
 from app.grammars import GrammarFields, Grammars
@@ -28,9 +29,34 @@ DEFAULT_MAX_TOKENS = 256
 MAX_DEADLINE_S = 30 * 86_400.0
 
 
+class TextPart(Body):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    """Ignored, as logprobs are: a client may send back what it got."""
+    logprobs: list[Any] | None = None
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("list")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of parts of text",
+    ),
+]
+
+
 class ChatMessage(Body):
-    role: Literal["system", "user", "assistant"]
-    content: str
+    role: Literal["system", "developer", "user", "assistant"]
+    """A developer's message is a system's: models know no other word for it."""
+    content: Content
+
+    @property
+    def rendered(self) -> dict[str, str]:
+        """As the model's template takes it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class Webhook(Body):
@@ -52,10 +78,11 @@ Metadata = Annotated[
 ]
 
 
+Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)]
 B = TypeVar("B", bound=Body)
 
 
-class _Generation(SamplingFields, GrammarFields):
+class Generation(SamplingFields, GrammarFields):
     """The fields that every way to ask for text has."""
 
     model: str | None = None
@@ -63,14 +90,14 @@ class _Generation(SamplingFields, GrammarFields):
     metadata: Metadata | None = None
 
 
-class JobRequest(_Generation, LogprobFields):
+class JobRequest(Generation, LogprobFields):
     """The body of POST /v1/jobs: exactly one of prompt and messages."""
 
     prompt: TextOrIds | None = None
     """Text, or token ids."""
     messages: Messages | None = None
     webhook: Webhook | None = None
-    deadline: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
+    deadline: Deadline | None = None
     """Seconds from now until the job expires. Default: the server's own."""
     _name_of_max_tokens: str = "max_tokens"
     """What the client called it."""
@@ -82,22 +109,42 @@ class JobRequest(_Generation, LogprobFields):
         return self
 
 
-class _OpenAIBody(_Generation):
+class StreamOptions(Body):
+    """How a stream is to look."""
+
+    include_usage: bool | None = None
+    """Default: false."""
+    include_obfuscation: bool | None = None
+    """Ignored: nothing is added to hide how long a text is."""
+
+
+class _OpenAIBody(Generation):
     """What both OpenAI endpoints have; of what we do not do, only the neutral value is taken."""
 
-    stream: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     user: str | None = None
     """Ignored."""
+    webhook: Webhook | None = None
+    """Ours, as the next one."""
+    deadline: Deadline | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """At the end of the stream."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _shared(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _Generation.model_fields}
+        return {name: getattr(self, name) for name in (*Generation.model_fields, "webhook", "deadline")}
 
 
 class ChatCompletion(_OpenAIBody, LogprobFields):
-    """The body of a row for /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
+    store: bool | None = None
+    """Ignored: jobs are kept for the days of their tier."""
 
     def as_job(self) -> JobRequest:
         logprobs = {name: getattr(self, name) for name in LogprobFields.model_fields}
@@ -110,7 +157,7 @@ class ChatCompletion(_OpenAIBody, LogprobFields):
 
 
 class Completion(_OpenAIBody):
-    """The body of a row for /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: TextOrIds
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -121,11 +168,8 @@ class Completion(_OpenAIBody):
         return JobRequest(**self._shared(), **logprobs, prompt=self.prompt)
 
 
-_ROWS: dict[str, type[ChatCompletion | Completion]] = {
-    "/v1/chat/completions": ChatCompletion,
-    "/v1/completions": Completion,
-}
-ROW_ENDPOINTS = tuple(_ROWS)
+BODIES: dict[str, type[ChatCompletion | Completion]] = {CHAT: ChatCompletion, COMPLETIONS: Completion}
+ROW_ENDPOINTS = tuple(BODIES)
 """The endpoints that a batch's rows may name."""
 
 
@@ -139,11 +183,22 @@ def parse_row(endpoint: str, body: Mapping[str, Any]) -> JobRequest:
 
     Raises InvalidRequest, which names the field as one of the row: body.prompt.
     """
-    return validated(_ROWS[endpoint], body, within=("body",)).as_job()
+    row = validated(BODIES[endpoint], body, within=("body",))
+    for name in ("stream", "stream_options", "webhook", "deadline"):
+        if getattr(row, name):
+            raise InvalidRequest(f"body.{name} is nothing for a row of a batch", param=f"body.{name}")
+    return row.as_job()
 
 
 def to_submission(
-    request: JobRequest, *, plan: Plan, model: Model, prompts: Prompts, grammars: Grammars, settings: Settings
+    request: JobRequest,
+    *,
+    plan: Plan,
+    model: Model,
+    prompts: Prompts,
+    grammars: Grammars,
+    settings: Settings,
+    asked: Mapping[str, Any] | None = None,
 ) -> Submission:
     """What jobs.submit takes: rendered, tokenized, with all defaults filled in.
 
@@ -171,6 +226,7 @@ def to_submission(
         deadline_s=settings.tiers[tier].deadline_s if request.deadline is None else request.deadline,
         metadata=request.metadata or {},
         webhook_url=None if request.webhook is None else check_url(request.webhook.url, settings),
+        asked=asked,
     )
 
 
@@ -181,7 +237,7 @@ def _prompt_ids(request: JobRequest, prompts: Prompts) -> tuple[int, ...]:
         case list():
             return prompts.of_ids(request.prompt)
     assert request.messages is not None
-    return prompts.of_messages([{"role": each.role, "content": each.content} for each in request.messages])
+    return prompts.of_messages([each.rendered for each in request.messages])
 
 
 def _max_tokens(request: JobRequest, prompt_tokens: int, context_length: int) -> int:
@@ -231,6 +287,12 @@ def _as_written(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
     match location:
         case ("prompt" | "stop" | "response_format" as field, str(), *inner):
             return (field, *inner)
+        case ("text", "format", str(), *inner):
+            return ("text", "format", *inner)
+        case ("input", str(), *inner):
+            return _as_written(("input", *inner))
+        case ("messages" | "input" as field, int() as place, "content", str(), *inner):
+            return (field, place, "content", *inner)
         case ("metadata" | "logit_bias" as field, key, "[key]"):
             return (field, key)
     return location

@@ -67,7 +67,7 @@ def test_the_newer_name_of_max_tokens_wins(convert: Any) -> None:
         (CHAT, {"messages": MESSAGES, "n": True}, "n"),
         (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
         (CHAT, {"messages": MESSAGES, "tools": []}, "tools"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         (CHAT, {"messages": MESSAGES, "webhook": {"url": "https://example.com"}}, "webhook"),
         (COMPLETION, {}, "prompt"),
         (COMPLETION, {"prompt": ["a", "b"]}, "prompt[0]"),
