@@ -13,7 +13,9 @@
     ├── QueueFull           429   retryable
     ├── RateLimited         429   retryable, in a minute
     ├── QuotaExceeded       429   retryable, tomorrow
-    └── Unavailable         503   retryable
+    ├── Unavailable         503   retryable
+    ├── StillRunning        504   the job goes on: it can be read, and need not be made again
+    └── EndedBadly          500   the job that was waited for did not succeed; 409 when it was cancelled
     SetupError                    a process cannot start like this
 
 A class's docstring is its default message.
@@ -29,6 +31,10 @@ class Refusal(Exception):
 
     code: ClassVar[str] = "refused"
     status: ClassVar[int] = 400
+    should_retry: bool | None = None
+    """Said to stock clients, which try again by themselves after a 409 or a 5xx; None leaves it to them."""
+    job_id: str | None = None
+    """The job that it is about, where it is not the one that was asked for."""
     retry_after_s: int | None = None
     """Whole seconds a client should wait, where trying again can help; above 60 stock clients give up, rightly."""
 
@@ -88,6 +94,7 @@ class Conflict(Refusal):
 
     code = "conflict"
     status = 409
+    should_retry = False
 
 
 class PayloadTooLarge(Refusal):
@@ -134,6 +141,30 @@ class Unavailable(Refusal):
     code = "unavailable"
     status = 503
     retry_after_s = 2
+
+
+class StillRunning(Refusal):
+    """The job has not ended in the time that a request may wait."""
+
+    code = "still_running"
+    status = 504
+    should_retry = False
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"Job '{job_id}' has not ended yet and goes on: see /v1/jobs/{job_id}")
+        self.job_id = job_id
+
+
+class EndedBadly(Refusal):
+    """The job did not succeed."""
+
+    should_retry = False
+
+    def __init__(self, job_id: str, message: str, *, code: str, status: int) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+        self.code = code  # type: ignore[misc]
+        self.status = status  # type: ignore[misc]
 
 
 class SetupError(Exception):

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -302,7 +302,7 @@ class Hub:
 
 def follow(
     database: Database, hub: Hub, job_id: str, after: int, *, heartbeat_s: float, poll_s: float = POLL_S
-) -> Iterator[Event | None]:
+) -> Generator[Event | None]:
     """The job's events with numbers above after, each once, in order, as they come, up to the terminal one.
 
     Yields None when nothing came for heartbeat_s. Ends also when the job was deleted or the hub released. No database

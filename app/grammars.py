@@ -32,15 +32,21 @@ _LARK_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|#[
 Schema = Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class _Text(Body):
+class Text(Body):
+    """Any text."""
+
     type: Literal["text"]
 
 
-class _JsonObject(Body):
+class JsonObject(Body):
+    """Any JSON object."""
+
     type: Literal["json_object"]
 
 
-class _NamedSchema(Body):
+class NamedSchema(Body):
+    """A schema, with a name for the model."""
+
     name: Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: Annotated[str, Field(max_length=1024)] | None = None
     json_schema: Schema
@@ -48,9 +54,11 @@ class _NamedSchema(Body):
     """Ignored: it always is."""
 
 
-class _JsonSchema(Body):
+class JsonSchema(Body):
+    """JSON that the schema allows."""
+
     type: Literal["json_schema"]
-    json_schema: _NamedSchema
+    json_schema: NamedSchema
 
 
 class Structured(Body):
@@ -75,12 +83,12 @@ class Structured(Body):
 class GrammarFields(Body):
     """As requests say which form their texts must have."""
 
-    response_format: Annotated[_Text | _JsonObject | _JsonSchema, Discriminator("type")] | None = None
+    response_format: Annotated[Text | JsonObject | JsonSchema, Discriminator("type")] | None = None
     structured: Structured | None = None
 
     @model_validator(mode="after")
     def _says_it_once(self) -> GrammarFields:
-        if self.structured is not None and not isinstance(self.response_format, _Text | None):
+        if self.structured is not None and not isinstance(self.response_format, Text | None):
             raise InvalidRequest("Give either structured or response_format", param="structured")
         return self
 
@@ -110,9 +118,9 @@ class Grammars:
 def _written(fields: GrammarFields) -> tuple[str, str | None]:
     """The field that asks for a form, and its grammar, checked for its size alone."""
     match fields.response_format, fields.structured:
-        case _JsonObject(), _:
+        case JsonObject(), _:
             return "response_format", _json_grammar({"type": "object"}, "response_format")
-        case _JsonSchema(json_schema=named), _:
+        case JsonSchema(json_schema=named), _:
             field = "response_format.json_schema.schema"
             return field, _json_grammar(named.json_schema, field)
         case _, Structured(json_schema=dict(schema)):

@@ -38,6 +38,8 @@ class Submission:
     metadata: Mapping[str, str]
     num_choices: int = 1
     webhook_url: str | None = None
+    asked: Mapping[str, Any] | None = None
+    """How it was asked for, where that was in OpenAI's words: see app.asked."""
     batch_id: str | None = None
     row_number: int | None = None
     custom_id: str | None = None
@@ -172,15 +174,16 @@ _WRITE = text(
     with written as (
         insert into jobs (
             id, tenant_id, tier, model, model_revision, status, prompt_ids, prompt_tokens, sampling, num_choices,
-            has_logprobs, metadata, webhook_url, created_at, deadline_at, reserved_tokens, batch_id, row_number,
+            has_logprobs, metadata, webhook_url, asked, created_at, deadline_at, reserved_tokens, batch_id, row_number,
             custom_id, awaits_parents, depth
         )
         select id, :tenant_id, tier, model, model_revision, 'queued', prompt_ids, cardinality(prompt_ids), sampling,
-            num_choices, has_logprobs, metadata, webhook_url, :moment, :moment + make_interval(secs => deadline_s),
-            reserved_tokens, batch_id, row_number, custom_id, awaits_parents, depth
+            num_choices, has_logprobs, metadata, webhook_url, asked, :moment,
+            :moment + make_interval(secs => deadline_s), reserved_tokens, batch_id, row_number, custom_id,
+            awaits_parents, depth
         from json_to_recordset(cast(:jobs as json)) as asked (
             id text, tier text, model text, model_revision text, prompt_ids int[], sampling jsonb, num_choices int,
-            has_logprobs boolean, metadata jsonb, webhook_url text, deadline_s float8, reserved_tokens int,
+            has_logprobs boolean, metadata jsonb, webhook_url text, asked jsonb, deadline_s float8, reserved_tokens int,
             batch_id text, row_number int, custom_id text, awaits_parents boolean, depth int
         )
         returning id
@@ -225,11 +228,13 @@ def _new_job(job_id: str, tenant_id: str, submission: Submission, moment: dateti
         tenant_id=tenant_id,
         tier=submission.tier.value,
         model=submission.model,
+        model_revision=submission.model_revision,
         status=Status.QUEUED.value,
         prompt_tokens=len(submission.prompt_ids),
         num_choices=submission.num_choices,
         has_logprobs=submission.has_logprobs,
         job_metadata=dict(submission.metadata),
+        asked=submission.asked,
         created_at=moment,
         attempt=0,
         completion_tokens=0,

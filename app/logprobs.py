@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,25 @@ def _entry(token: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
 
 
-def completion_shape(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """As completions have them: lists that run in parallel, and of each token where in the text it starts.
+def of_chat_shape(shape: Mapping[str, Any]) -> list[TokenLogprob]:
+    """What chat_shape was made of."""
+    return [
+        TokenLogprob(
+            bytes(entry["bytes"]),
+            entry["logprob"],
+            tuple((bytes(other["bytes"]), other["logprob"]) for other in entry["top_logprobs"]),
+        )
+        for entry in shape["content"]
+    ]
+
+
+def completion_shape(logprobs: Sequence[TokenLogprob], *, start: int = 0) -> dict[str, Any]:
+    """As completions have them: lists that run in parallel, and of each token where in the text, which starts there,
+    it starts.
 
     top_logprobs always have the token itself, also where it is none of the likeliest.
     """
-    offsets, length, utf8 = [], 0, codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, length, utf8 = [], start, codecs.getincrementaldecoder("utf-8")("replace")
     for each in logprobs:
         offsets.append(length)
         length += len(utf8.decode(each.token))

@@ -13,7 +13,7 @@ from app.bodies import Body, text_or_list
 from app.prompts import Prompts
 
 MAX_PARTS = 1024
-"""Texts and quotes of one prompt, or of one message."""
+"""Of one prompt, or of one message."""
 
 
 class Quote(Body):
@@ -22,8 +22,12 @@ class Quote(Body):
     quote: str
 
 
+TEXT, QUOTE = "a text", "a quote"
+"""Kinds of parts; no field of a body is named like that."""
+
+
 def _kind_of_part(value: Any) -> str:
-    return "quote" if isinstance(value, dict | Quote) else "text"
+    return QUOTE if isinstance(value, dict | Quote) else TEXT
 
 
 def _quote_something(parts: list[str | Quote]) -> list[str | Quote]:
@@ -33,19 +37,10 @@ def _quote_something(parts: list[str | Quote]) -> list[str | Quote]:
 
 
 _Parts = Annotated[
-    list[Annotated[Annotated[str, Tag("text")] | Annotated[Quote, Tag("quote")], Discriminator(_kind_of_part)]],
+    list[Annotated[Annotated[str, Tag(TEXT)] | Annotated[Quote, Tag(QUOTE)], Discriminator(_kind_of_part)]],
     Field(max_length=MAX_PARTS),
     AfterValidator(_quote_something),
 ]
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[_Parts, Tag("list")],
-    Discriminator(
-        text_or_list,
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string or a list of texts and quotes",
-    ),
-]
-"""Of a message."""
 
 
 def _text_ids_or_parts(value: Any) -> str | None:
@@ -77,12 +72,13 @@ def quotes_in(content: str | Sequence[Any], field: str) -> Iterator[tuple[str, s
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a child's prompt is made of, in JSON as the client wrote it."""
+    """What a child's prompt is made of, in JSON."""
 
     continues: str | None
     prompt: str | list[Any] | None
     """A list holds token ids, or texts and quotes."""
     messages: list[dict[str, Any]] | None
+    """As the model's template takes them, but for their contents: texts and quotes."""
     max_tokens: int | None
     """None: as many as will fit, up to the default."""
 

@@ -138,7 +138,7 @@ class Desk:
         try:
             submission = submissions.to_submission(
                 request,
-                plan=Plan.FREE,  # whatever the plan, the tier is bulk
+                plan=Plan.PAID,  # whatever the plan, the tier is bulk
                 model=self.model,
                 prompts=self.prompts,
                 grammars=self.grammars,

@@ -117,6 +117,8 @@ class Settings(BaseSettings):
     """Webhooks may go to private addresses, over plain http, to any port."""
     webhook_timeout_s: float = Field(default=15.0, gt=0, le=30)
     """What a receiver has from connect to answer, in seconds; shorter than the lease of an attempt."""
+    max_wait_s: float = Field(default=300.0, gt=0, le=3600)
+    """How long a request may wait for the job that it made, in seconds."""
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
     """Seconds of silence after which a stream shows that it lives."""
 

@@ -5,7 +5,7 @@ For the routes of the API and for the rows of a batch alike; no web here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
@@ -13,12 +13,13 @@ from pydantic_core import ErrorDetails
 
 from app import outlines, programs, tiers
 from app.addresses import check_url
+from app.asked import CHAT, COMPLETIONS
 from app.bodies import Body, field_path, text_or_list
 from app.errors import InvalidRequest, NotFound
 from app.grammars import GrammarFields, Grammars
 from app.jobs import Submission
 from app.models import Model
-from app.outlines import Outline
+from app.outlines import Outline, Quote
 from app.programs import Parent, ProgramFields
 from app.prompts import Prompts
 from app.sampling import LogprobFields, MaxTokens, SamplingFields, to_sampling
@@ -30,15 +31,83 @@ DEFAULT_MAX_TOKENS = 256
 MAX_DEADLINE_S = 30 * 86_400.0
 
 
+class TextPart(Body):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    """Ignored, as logprobs are: a client may send back what it got."""
+    logprobs: list[Any] | None = None
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("list")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of parts of text",
+    ),
+]
+
+
+def _kind_of_part(value: Any) -> str:
+    if isinstance(value, TextPart) or (isinstance(value, dict) and "type" in value):
+        return _PART
+    return outlines.QUOTE if isinstance(value, dict | Quote) else outlines.TEXT
+
+
+_PART = "a part"
+QuotingContent = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[
+        Annotated[
+            Sequence[
+                Annotated[
+                    Annotated[str, Tag(outlines.TEXT)]
+                    | Annotated[Quote, Tag(outlines.QUOTE)]
+                    | Annotated[TextPart, Tag(_PART)],
+                    Discriminator(_kind_of_part),
+                ]
+            ],
+            Field(max_length=outlines.MAX_PARTS),
+        ],
+        Tag("list"),
+    ],
+    Discriminator(
+        text_or_list,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of texts and quotes",
+    ),
+]
+
+
 class JobMessage(Body):
-    role: Literal["system", "user", "assistant"]
-    content: outlines.Content
+    role: Literal["system", "developer", "user", "assistant"]
+    """A developer's message is a system's: models know no other word for it."""
+    content: QuotingContent
+
+    @property
+    def outlined(self) -> dict[str, Any]:
+        """As outlines keep it."""
+        parts = [self.content] if isinstance(self.content, str) else self.content
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": [
+                part.text if isinstance(part, TextPart) else part.model_dump() if isinstance(part, Quote) else part
+                for part in parts
+            ],
+        }
+
+    @property
+    def rendered(self) -> dict[str, str]:
+        """As the model's template takes it, where nothing is quoted."""
+        message = self.outlined
+        return {**message, "content": "".join(message["content"])}
 
 
 class ChatMessage(JobMessage):
     """One that quotes nobody."""
 
-    content: str
+    content: Content
 
 
 class Webhook(Body):
@@ -60,10 +129,11 @@ Metadata = Annotated[
 ]
 
 
+Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)]
 B = TypeVar("B", bound=Body)
 
 
-class _Generation(SamplingFields, GrammarFields):
+class Generation(SamplingFields, GrammarFields):
     """The fields that every way to ask for text has."""
 
     model: str | None = None
@@ -71,14 +141,14 @@ class _Generation(SamplingFields, GrammarFields):
     metadata: Metadata | None = None
 
 
-class JobRequest(_Generation, LogprobFields, ProgramFields):
+class JobRequest(Generation, LogprobFields, ProgramFields):
     """The body of POST /v1/jobs: exactly one of prompt and messages, or none where it continues another job."""
 
     prompt: outlines.Prompt | None = None
     """Text, token ids, or a list of texts and quotes."""
-    messages: Annotated[list[JobMessage], Field(min_length=1)] | None = None
+    messages: Annotated[Sequence[JobMessage], Field(min_length=1)] | None = None
     webhook: Webhook | None = None
-    deadline: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
+    deadline: Deadline | None = None
     """Seconds from now until the job expires. Default: the server's own."""
     _name_of_max_tokens: str = "max_tokens"
     """What the client called it."""
@@ -104,39 +174,63 @@ class JobRequest(_Generation, LogprobFields, ProgramFields):
     @property
     def outline(self) -> Outline:
         """What its prompt is made of."""
-        written = self.model_dump(mode="json", include={"prompt", "messages"})
-        return Outline(continues=self.continues, max_tokens=self.max_tokens, **written)
+        return Outline(
+            continues=self.continues,
+            prompt=self.model_dump(mode="json", include={"prompt"})["prompt"],
+            messages=None if self.messages is None else [each.outlined for each in self.messages],
+            max_tokens=self.max_tokens,
+        )
 
 
-class _OpenAIBody(_Generation):
+class StreamOptions(Body):
+    """How a stream is to look."""
+
+    include_usage: bool | None = None
+    """Default: false."""
+    include_obfuscation: bool | None = None
+    """Ignored: nothing is added to hide how long a text is."""
+
+
+class _OpenAIBody(Generation):
     """What both OpenAI endpoints have; of what we do not do, only the neutral value is taken."""
 
-    stream: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     user: str | None = None
     """Ignored."""
+    webhook: Webhook | None = None
+    """Ours, as the next one."""
+    deadline: Deadline | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """At the end of the stream."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _shared(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _Generation.model_fields}
+        return {name: getattr(self, name) for name in (*Generation.model_fields, "webhook", "deadline")}
 
 
 class ChatCompletion(_OpenAIBody, LogprobFields):
-    """The body of a row for /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
+    store: bool | None = None
+    """Ignored: jobs are kept for the days of their tier."""
 
     def as_job(self) -> JobRequest:
         logprobs = {name: getattr(self, name) for name in LogprobFields.model_fields}
         if self.max_completion_tokens is None:
-            return JobRequest(**self._shared(), **logprobs, messages=[*self.messages])
+            return JobRequest(**self._shared(), **logprobs, messages=self.messages)
         shared = self._shared() | {"max_tokens": self.max_completion_tokens}
-        request = JobRequest(**shared, **logprobs, messages=[*self.messages])
+        request = JobRequest(**shared, **logprobs, messages=self.messages)
         request._name_of_max_tokens = "max_completion_tokens"
         return request
 
 
 class Completion(_OpenAIBody):
-    """The body of a row for /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: TextOrIds
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -147,11 +241,8 @@ class Completion(_OpenAIBody):
         return JobRequest(**self._shared(), **logprobs, prompt=self.prompt)
 
 
-_ROWS: dict[str, type[ChatCompletion | Completion]] = {
-    "/v1/chat/completions": ChatCompletion,
-    "/v1/completions": Completion,
-}
-ROW_ENDPOINTS = tuple(_ROWS)
+BODIES: dict[str, type[ChatCompletion | Completion]] = {CHAT: ChatCompletion, COMPLETIONS: Completion}
+ROW_ENDPOINTS = tuple(BODIES)
 """The endpoints that a batch's rows may name."""
 
 
@@ -165,7 +256,11 @@ def parse_row(endpoint: str, body: Mapping[str, Any]) -> JobRequest:
 
     Raises InvalidRequest, which names the field as one of the row: body.prompt.
     """
-    return validated(_ROWS[endpoint], body, within=("body",)).as_job()
+    row = validated(BODIES[endpoint], body, within=("body",))
+    for name in ("stream", "stream_options", "webhook", "deadline"):
+        if getattr(row, name):
+            raise InvalidRequest(f"body.{name} is nothing for a row of a batch", param=f"body.{name}")
+    return row.as_job()
 
 
 def to_submission(
@@ -176,6 +271,7 @@ def to_submission(
     prompts: Prompts,
     grammars: Grammars,
     settings: Settings,
+    asked: Mapping[str, Any] | None = None,
     parents: Mapping[str, Parent] | None = None,
 ) -> Submission:
     """What jobs.submit takes: rendered, tokenized, with all defaults filled in; parents are those that it names.
@@ -205,6 +301,7 @@ def to_submission(
         deadline_s=settings.tiers[tier].deadline_s if request.deadline is None else request.deadline,
         metadata=request.metadata or {},
         webhook_url=None if request.webhook is None else check_url(request.webhook.url, settings),
+        asked=asked,
         child=programs.child_of(request.outline, parents, model, num_own=len(prompt_ids)) if parents else None,
     )
 
@@ -216,7 +313,7 @@ def _prompt_ids(request: JobRequest, prompts: Prompts) -> tuple[int, ...]:
         case list():
             return prompts.of_ids([each for each in request.prompt if isinstance(each, int)])
     assert request.messages is not None
-    return prompts.of_messages([{"role": each.role, "content": str(each.content)} for each in request.messages])
+    return prompts.of_messages([each.rendered for each in request.messages])
 
 
 def _max_tokens(request: JobRequest, prompt_tokens: int, context_length: int) -> int:
@@ -261,17 +358,21 @@ def _refusal(error: ErrorDetails, within: tuple[str, ...]) -> InvalidRequest:
     return InvalidRequest(f"{path}: {message[:1].lower()}{message[1:]}", param=path)
 
 
+_KINDS_OF_PARTS = frozenset({outlines.TEXT, outlines.QUOTE, _PART})
+
+
 def _as_written(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """Without what is not the client's: the tag of a union behind its field, and the mark behind a key."""
+    location = tuple(segment for segment in location if segment not in _KINDS_OF_PARTS)
     match location:
-        case ("prompt", "parts", int() as place, str(), *inner):
-            return ("prompt", place, *inner)
-        case ("messages", int() as message, "content", str(), int() as place, str(), *inner):
-            return ("messages", message, "content", place, *inner)
-        case ("messages", int() as message, "content", str()):
-            return ("messages", message, "content")
         case ("prompt" | "stop" | "response_format" as field, str(), *inner):
             return (field, *inner)
+        case ("text", "format", str(), *inner):
+            return ("text", "format", *inner)
+        case ("input", str(), *inner):
+            return _as_written(("input", *inner))
+        case ("messages" | "input" as field, int() as place, "content", str(), *inner):
+            return (field, place, "content", *inner)
         case ("metadata" | "logit_bias" as field, key, "[key]"):
             return (field, key)
     return location

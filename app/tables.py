@@ -172,6 +172,8 @@ class Job(Base):
     """Whether its tokens are kept with their logarithms of probability."""
     job_metadata: Mapped[dict[str, Any]] = mapped_column("metadata", server_default=text("'{}'"))
     webhook_url: Mapped[str | None]
+    asked: Mapped[dict[str, Any] | None]
+    """How it was asked for, where that was in OpenAI's words: see app.asked."""
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
     deadline_at: Mapped[datetime]
     started_at: Mapped[datetime | None]

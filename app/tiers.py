@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.errors import InvalidRequest
+from app.errors import Forbidden, InvalidRequest
 
 
 class Plan(StrEnum):
@@ -78,18 +78,22 @@ POLICIES: dict[Tier, TierPolicy] = {
     Tier.BULK: TierPolicy(rank=2, overcommit=0, lookahead=8, jobs_per_task=64),
 }
 
-SERVICE_TIERS = ("auto", "default", "flex")
-"""What a submission may ask for: flex is the bulk tier, the others the plan's own."""
+SERVICE_TIERS = ("auto", "default", "flex", "priority")
+"""What a submission may ask for: flex is the bulk tier, priority the paid one, the others the plan's own."""
 
 
 def admit(plan: Plan, service_tier: str | None) -> Tier:
     """The tier of a job: the plan's own, or bulk where the client asked for flex.
 
-    Raises InvalidRequest for a service_tier that does not exist.
+    Raises InvalidRequest for a service_tier that does not exist, and Forbidden for one that the plan does not have.
     """
     match service_tier:
         case None | "auto" | "default":
             return Tier(plan.value)
         case "flex":
             return Tier.BULK
+        case "priority" if plan is Plan.PAID:
+            return Tier.PAID
+        case "priority":
+            raise Forbidden("service_tier 'priority' needs the plan 'paid'", param="service_tier")
     raise InvalidRequest(f"service_tier must be one of {', '.join(SERVICE_TIERS)}", param="service_tier")

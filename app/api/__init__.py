@@ -6,7 +6,22 @@ import time
 
 from flask import Flask, Response, g, request
 
-from app.api import admin, batches, errors, events, files, health, jobs, models, openapi, uploads, usage, waiting
+from app.api import (
+    admin,
+    batches,
+    completions,
+    errors,
+    events,
+    files,
+    health,
+    jobs,
+    models,
+    openapi,
+    responses,
+    uploads,
+    usage,
+    waiting,
+)
 from app.api.auth import rate_headers
 from app.api.services import install, services
 from app.ids import new_id
@@ -16,6 +31,8 @@ _BLUEPRINTS = (
     health.blueprint,
     models.blueprint,
     jobs.blueprint,
+    completions.blueprint,
+    responses.blueprint,
     events.blueprint,
     files.blueprint,
     uploads.blueprint,

@@ -16,7 +16,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from app.api.services import services
-from app.errors import MalformedBody, PayloadTooLarge, Refusal, Unauthenticated, Unavailable
+from app.errors import EndedBadly, MalformedBody, PayloadTooLarge, Refusal, Unauthenticated, Unavailable
+from app.moves import Status
+from app.tables import Job
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +38,13 @@ def register(app: Flask) -> None:
 
 
 def _refused(refusal: Refusal) -> Response:
-    answer = problem(refusal.status, refusal.code, refusal.message, param=refusal.param)
+    answer = problem(refusal.status, refusal.code, refusal.message, param=refusal.param, job_id=refusal.job_id)
     if refusal.retry_after_s is not None:
         answer.headers["Retry-After"] = str(refusal.retry_after_s)
-    if refusal.status == HTTPStatus.CONFLICT:
-        # Stock clients try a 409 again by themselves; ours are for ever.
-        answer.headers["x-should-retry"] = "false"
+    if refusal.should_retry is not None:
+        answer.headers["x-should-retry"] = str(refusal.should_retry).lower()
+    if refusal.job_id is not None:
+        answer.headers["Location"] = f"/v1/jobs/{refusal.job_id}"
     if isinstance(refusal, Unauthenticated):
         answer.headers["WWW-Authenticate"] = 'Bearer realm="everbatch"'
     return answer
@@ -74,14 +77,30 @@ def _unexpected(error: Exception) -> Response:
     return problem(500, "internal_error", "An unexpected error; the server's log has more under the request id")
 
 
-def problem(status: int, code: str, detail: str, *, param: str | None = None) -> Response:
+def ended_badly(job: Job) -> EndedBadly:
+    """What somebody is told who waited for a job that failed, expired or was cancelled."""
+    error = job.error or {}
+    message = error.get("message") or f"Job '{job.id}' has {job.status}"
+    status = HTTPStatus.CONFLICT if job.status == Status.CANCELLED else HTTPStatus.INTERNAL_SERVER_ERROR
+    return EndedBadly(job.id, message, code=error.get("code") or f"job_{job.status}", status=status)
+
+
+def problem(status: int, code: str, detail: str, *, param: str | None = None, job_id: str | None = None) -> Response:
     """An error's answer, counted by its code."""
     services().metrics.refusals.labels(code).inc()
-    body = document(status, code, detail, param=param, instance=request.path)
+    body = document(status, code, detail, param=param, instance=request.path, job_id=job_id)
     return Response(body, status=status, content_type=CONTENT_TYPE)
 
 
-def document(status: int, code: str, detail: str, *, param: str | None = None, instance: str | None = None) -> str:
+def document(
+    status: int,
+    code: str,
+    detail: str,
+    *,
+    param: str | None = None,
+    instance: str | None = None,
+    job_id: str | None = None,
+) -> str:
     """The JSON text of an error; instance is the path that was asked for, where one could be read."""
     error = {"message": detail, "type": _openai_type(status), "param": param, "code": code}
     members = {
@@ -90,7 +109,8 @@ def document(status: int, code: str, detail: str, *, param: str | None = None, i
         "status": status,
         "detail": detail,
         "instance": instance,
-        "error": error,
+        "job_id": job_id,
+        "error": error if job_id is None else {**error, "job_id": job_id},
     }
     return json.dumps({name: value for name, value in members.items() if value is not None}) + "\n"
 

@@ -9,77 +9,54 @@ from typing import Any
 
 from flask import Blueprint, Response, jsonify, request, url_for
 
-from app import choices, jobs, programs, submissions, waiting
+from app import choices, jobs, submissions, waiting
 from app.api import shapes
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
+from app.api.idempotency import idempotency_of
 from app.api.operations import described
+from app.api.orders import order, wait_for_end, with_choices
 from app.api.pages import asked_page, checked_id, listing, page_query
 from app.api.services import services
-from app.bodies import fingerprint
 from app.choices import Choice
 from app.errors import InvalidRequest
-from app.jobs import Idempotency, Submitted
 from app.logprobs import chat_shape
 from app.moves import Status
 from app.settlements import usage_of
 from app.submissions import JobRequest
 from app.tables import Job
-from app.tiers import Plan
 from app.waiting import Wait
 
 blueprint = Blueprint("jobs", __name__, url_prefix="/v1/jobs")
 blueprint.before_request(authenticate)
 
-_IDEMPOTENCY_KEY = re.compile(r'"[ -!#-~]{1,255}"|[!#-~][ -~]{0,254}')
-"""A structured field's string, or bare as older clients send it."""
+_WAIT = re.compile(r'(?:^|[,;])\s*wait\s*=\s*"?([0-9]{1,6})"?\s*(?:$|[,;])')
 _PAGE = 20
 _MAX_PAGE = 100
 
 
 @blueprint.post("")
-@described(body=JobRequest, headers={"Idempotency-Key": str}, answers={202: shapes.Job})
+@described(body=JobRequest, headers={"Idempotency-Key": str, "Prefer": str}, answers={202: shapes.Job, 200: shapes.Job})
 def submit() -> Response:
-    """202 means that the job is durable: its row was committed before this answer."""
+    """202 means that the job is durable: its row was committed before this answer.
+
+    With `Prefer: wait=60` the answer comes when the job has ended, as a 200, or after so many seconds.
+    """
     own = services()
-    key = _idempotency_key()
+    seconds = _preferred_wait_s()
     body = read_object()
-    asked = submissions.parse(body)
-    idempotency = None if key is None else Idempotency(key, fingerprint(body))
-    parents = None
-    if named := asked.named_parents:
-        with own.database.autocommit() as session:
-            if idempotency is not None and (made := jobs.made_before(session, tenant().id, idempotency)) is not None:
-                return _accepted(made)  # its parents may be gone by now
-            parents = programs.parents_of(session, tenant().id, named)
-    submission = submissions.to_submission(
-        asked,
-        plan=Plan(tenant().plan),
-        model=own.model,
-        prompts=own.prompts,
-        grammars=own.grammars,
-        settings=own.settings,
-        parents=parents,
-    )
-    submitted = own.reception.submit(tenant().id, submission, idempotency)
-    if submitted.is_new:
-        own.metrics.submitted.labels(submission.tier.value).inc()
-        own.dispatcher.nudge()
-    return _accepted(submitted)
-
-
-def _accepted(submitted: Submitted) -> Response:
-    """The answer to a submission: the job that it made, or had made before."""
-    own, job = services(), submitted.job
-    if submitted.is_new:
-        shown = job_object(job, [Choice(index) for index in range(job.num_choices)])
+    submitted = order(submissions.parse(body), idempotency=idempotency_of(body))
+    has_ended = seconds is not None and wait_for_end(submitted.job.id, seconds=seconds)
+    if submitted.is_new and seconds is None:
+        shown = job_object(submitted.job, [Choice(index) for index in range(submitted.job.num_choices)])
     else:
         with own.database.autocommit() as session:
-            jobs.add_progress(session, [job])
-            shown = job_object(job, choices.of_one(session, job))
+            shown = job_object(*with_choices(session, submitted.job.id))
     answer = jsonify(shown)
-    answer.status_code = 202
-    answer.headers["Location"] = url_for("jobs.read", job_id=job.id)
+    answer.status_code = 200 if has_ended else 202
+    if seconds is not None:
+        answer.headers["Preference-Applied"] = f"wait={seconds}"
+    answer.headers["Location"] = url_for("jobs.read", job_id=submitted.job.id)
     if not submitted.is_new:
         answer.headers["Idempotent-Replayed"] = "true"
     return answer
@@ -175,13 +152,10 @@ def _time(moment: datetime | None) -> str | None:
     return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def _idempotency_key() -> str | None:
-    key = request.headers.get("Idempotency-Key")
-    if key is None:
-        return None
-    if not _IDEMPOTENCY_KEY.fullmatch(key):
-        raise InvalidRequest("Idempotency-Key must be 1 to 255 printable ASCII characters", param="Idempotency-Key")
-    return key[1:-1] if key.startswith('"') else key
+def _preferred_wait_s() -> int | None:
+    """How long the client would wait for the job's end, no longer than it may; RFC 7240. None: not at all."""
+    asked = _WAIT.search(request.headers.get("Prefer", ""))
+    return None if asked is None else min(int(asked[1]), int(services().settings.max_wait_s))
 
 
 def _status(value: str | None) -> Status | None:

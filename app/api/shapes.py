@@ -314,6 +314,100 @@ class Shares(TypedDict):
     tenants: list[TenantShare]
 
 
+class _Completion(TypedDict):
+    id: str
+    created: UnixSeconds
+    model: str
+    system_fingerprint: str
+    service_tier: Literal["default", "flex", "priority"]
+    usage: Usage
+
+
+class ChatMessage(TypedDict):
+    """What the assistant says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """One answer to a chat."""
+
+    index: Count
+    message: ChatMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class ChatCompletion(_Completion):
+    """OpenAI's chat completion."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextChoice(TypedDict):
+    """One way to go on with a text."""
+
+    index: Count
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class TextCompletion(_Completion):
+    """OpenAI's completion."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ResponseText(TypedDict):
+    """A part of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class ResponseMessage(TypedDict):
+    """What the assistant says."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[ResponseText]
+
+
+class Response(TypedDict):
+    """OpenAI's response; it has more fields, which are the client's own."""
+
+    id: str
+    object: Literal["response"]
+    created_at: UnixSeconds
+    completed_at: UnixSeconds | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    model: str
+    service_tier: Literal["default", "flex", "priority"]
+    metadata: dict[str, str]
+    output: list[ResponseMessage]
+    usage: dict[str, Any] | None
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+
+
+class DeletedResponse(TypedDict):
+    """A response that is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class Alive(TypedDict):
     """The process lives."""
 
@@ -335,6 +429,7 @@ class OpenAIError(TypedDict):
     type: str
     param: str | None
     code: str
+    job_id: NotRequired[str]
 
 
 class Problem(TypedDict):
@@ -345,4 +440,5 @@ class Problem(TypedDict):
     status: int
     detail: str
     instance: NotRequired[str]
+    job_id: NotRequired[str]
     error: OpenAIError

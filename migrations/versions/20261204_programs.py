@@ -1,7 +1,7 @@
 """A job may wait for others, its parents.
 
 Revision ID: 6f0c3a9e75d1
-Revises: 2b6f81d40c9e
+Revises: 5e90c3a7d81b
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from alembic import op
 from sqlalchemy.dialects import postgresql
 
 revision = "6f0c3a9e75d1"
-down_revision = "2b6f81d40c9e"
+down_revision = "5e90c3a7d81b"
 branch_labels = None
 depends_on = None
 

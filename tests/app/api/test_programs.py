@@ -172,7 +172,8 @@ def test_a_quote_is_the_text_of_the_first_choice(ask: Any, worker: Any, advance:
 def test_a_quote_in_a_message_is_no_control_token(ask: Any, worker: Any, advance: Any) -> None:
     parent = ask("one")
     worker.run(parent, "x<|im_end|>")
-    child = ask(messages=[{"role": "user", "content": ["<", {"quote": parent}, ">"]}])
+    content = ["<", {"quote": parent}, {"type": "text", "text": ">"}]
+    child = ask(messages=[{"role": "user", "content": content}])
     advance()
     assert worker.take(child).prompt_ids == (
         IM_START, *b"user\n<x<|im_end|>>", IM_END, *b"\n", IM_START, *b"assistant\n",
@@ -327,7 +328,12 @@ def test_who_is_named_must_be_the_tenants_own(call: Any, ask: Any, call_as: Any,
         ({"prompt": ["a", {"quote": NOBODY, "choice": 1}]}, "prompt[1].choice"),
         ({"prompt": [5, {"quote": NOBODY}]}, "prompt[0]"),
         ({"prompt": [{}]}, "prompt[0].quote"),
-        ({"prompt": None, "messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content"),
+        ({"prompt": None, "messages": [{"role": "user", "content": ["a", 5]}]}, "messages[0].content[1]"),
+        ({"prompt": None, "messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].quote"),
+        (
+            {"prompt": None, "messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
         ({"prompt": None, "messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"prompt": None, "messages": [{"role": "user", "content": [{"quote": 1}]}]}, "messages[0].content[0].quote"),
     ],
