@@ -23,7 +23,7 @@ from engine.scheduler import Scheduler
 
 VOCABULARY = 300
 EOS_IDS = (2, 5)
-_WORDS = (b" the", b"ing", "é".encode(), b"\xf0\x9f", b"\x98\x80", b'{"', b"th", b"er", b"\xe2\x82", b"\xac")
+_WORDS = (b" the", b"ing", "é".encode(), b"\xf0\x9f", b"\x98\x80", b'{"', b"th", b"er", b"\xe2\x82", b"\xac!")
 BYTES_OF: dict[int, bytes] = {
     **{token_id: bytes([token_id]) for token_id in range(256) if token_id not in EOS_IDS},
     **dict(zip(EOS_IDS, (b"", b""), strict=True)),
@@ -37,6 +37,7 @@ def write_tokenizer(directory: Path) -> None:
     """Bytes, some words, halves of characters, and two control tokens."""
     names = {token_id: "".join(BYTE_ALPHABET[byte] for byte in text) for token_id, text in BYTES_OF.items()}
     names |= {token_id: f"<|end {token_id}|>" for token_id in EOS_IDS}
+    assert len(set(names.values())) == VOCABULARY
     tokenizer = Tokenizer(models.BPE(vocab={name: token_id for token_id, name in names.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
