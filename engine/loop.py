@@ -206,6 +206,8 @@ class EngineLoop:
 
     def _take(self, request: Request, guide: Guide | GrammarError | None = None) -> Output | None:
         end = self._scheduler.add(request, time.monotonic())
+        if end and end.finish is Finish.ERROR:
+            return self._make_output(end, "")  # nothing is made of its fields: they may be what is wrong
         self._transcripts[request.id] = transcript = _Transcript(self._detokenizer.stream(), request.sampling)
         resumed_ids = request.resumed_ids
         if end and end.finish is Finish.STOP:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import Sampling
+from engine.request import Request, Sampling
+from engine.sequence import Sequence
+from engine.step import Past
 
 Floats = npt.NDArray[np.floating]
+
+
+def past_of(request: Request) -> Past:
+    """As the scheduler makes it, for a line that was resumed."""
+    return Sequence(
+        request, number=1, rank=0, queue=0, place=0.0, arrived_s=0.0, token_limit=99, end_ids=frozenset()
+    ).past
 
 
 def adjusted(
     logits: Floats,
     sampling: Sampling,
     *,
-    prompt_ids: Sequence[int] = (),
-    generated_ids: Sequence[int] = (),
+    prompt_ids: Items[int] = (),
+    generated_ids: Items[int] = (),
     eos_ids: Iterable[int] = (),
     allowed_by_mask: Iterable[int] | None = None,
 ) -> Floats:
@@ -57,3 +67,22 @@ def distribution(logits: Floats, sampling: Sampling) -> npt.NDArray[np.float64]:
     count = int((share.cumsum() < sampling.top_p).sum()) + 1
     weights[order[count:]] = 0
     return weights / weights.sum()
+
+
+def chi_square_deviation(found: npt.NDArray[np.integer], expected: npt.NDArray[np.float64]) -> float:
+    """How far counts [V] are from a distribution [V], in standard deviations of what chance would make of them.
+
+    Above 3.5 once in 4000 times. Nothing may have been found where the distribution has nothing.
+    """
+    count = found.sum()
+    assert found[expected == 0].sum() == 0
+    # χ² wants 5 of a kind: the rarest tokens, in groups that are as likely.
+    groups = np.floor(np.cumsum(np.sort(expected)) * count / 5).astype(int)
+    order = np.argsort(expected)
+    of_kind = np.bincount(groups, weights=count * expected[order])
+    found_of_kind = np.bincount(groups, weights=found[order])
+    is_kind = of_kind >= 2.5
+    squares = ((found_of_kind - of_kind)[is_kind] ** 2 / of_kind[is_kind]).sum()
+    freedom = is_kind.sum() - 1
+    # Wilson and Hilferty: the cube root of χ² / freedom is nearly normal.
+    return float(((squares / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5)

@@ -14,21 +14,12 @@ from hypothesis import strategies as st
 from engine.adjustments import adjust
 from engine.counts import TokenCounts
 from engine.request import Request, Sampling
-from engine.sequence import Sequence
-from engine.step import Ints, Past
-from tests.engine.sampling_reference import adjusted
+from engine.step import Ints
+from tests.engine.sampling_reference import adjusted, past_of
 
 VOCABULARY = 45  # no multiple of 32
 EOS_IDS = frozenset({2, 5})
 IDS = st.integers(0, VOCABULARY - 1)
-
-
-def past_of(sampling: Sampling, prompt_ids: list[int], generated_ids: list[int]) -> Past:
-    """As the scheduler makes it, for a line that was resumed."""
-    request = Request("a", tuple(prompt_ids), sampling, resumed_ids=tuple(generated_ids))
-    return Sequence(
-        request, number=1, rank=0, queue=0, place=0.0, arrived_s=0.0, token_limit=99, end_ids=frozenset()
-    ).past
 
 
 def mask_of(allowed: set[int]) -> Ints:
@@ -70,7 +61,11 @@ def test_every_cell_is_what_the_reference_makes_of_it(rows: list[Any], seed: int
     found = adjust(
         logits,
         [sampling for sampling, *_ in rows],
-        pasts={row: past_of(s, p, g) for row, (s, p, g, _) in enumerate(rows) if s.needs_past},
+        pasts={
+            row: past_of(Request("a", tuple(p), s, resumed_ids=tuple(g)))
+            for row, (s, p, g, _) in enumerate(rows)
+            if s.needs_past
+        },
         masks={row: mask_of(allowed) for row, (*_, allowed) in enumerate(rows) if allowed is not None},
         eos_ids=EOS_IDS,
     )

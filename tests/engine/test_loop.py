@@ -253,6 +253,18 @@ def test_a_request_that_cannot_be_computed_ends_with_a_sentence(make_loop: MakeL
     assert (output.text, output.token_ids) == ("", ())
 
 
+def test_nothing_is_made_of_the_fields_of_a_request_that_is_refused(make_loop: MakeLoop) -> None:
+    """A resumed one brings text, which an empty stop string cannot be looked for in."""
+    loop, collector = make_loop(EchoRunner()), Collector()
+    loop.start(collector)
+    loop.submit(Request("wrong", (1,), Sampling(9, stop=("",)), resumed_ids=(97, 98)))
+    loop.submit(Request("right", (1,), Sampling(3)))
+    collector.wait_for_ends("wrong", "right")
+    (end,) = collector.of("wrong")
+    assert (end.finish, end.error, end.text) == (Finish.ERROR, "A stop string is empty.", "")
+    assert loop.failure is None
+
+
 def test_a_stop_token_ends_the_text_and_has_none(make_loop: MakeLoop) -> None:
     loop, collector = make_loop(ScriptRunner("hi!")), Collector()
     loop.start(collector)

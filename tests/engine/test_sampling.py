@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.request import Sampling
+from engine.request import Request, Sampling
 from engine.sampling import CANDIDATES, MORE_CANDIDATES, sample, uniforms
 from engine.step import Past
-from tests.engine.sampling_reference import distribution
+from tests.engine.sampling_reference import adjusted, chi_square_deviation, distribution, past_of
 
 VOCABULARY = 1000
 
@@ -19,16 +20,30 @@ def make_logits(rows: int = 1, *, vocabulary: int = VOCABULARY, seed: int = 0) -
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def draw(logits: torch.Tensor, count: int, **fields: Any) -> torch.Tensor:
+def draw(logits: torch.Tensor, count: int, *, pasts: Mapping[int, Past] | None = None, **fields: Any) -> torch.Tensor:
     """`count` tokens from the same row of logits, under as many seeds."""
-    samplings = [Sampling(max_tokens=1, **{"seed": seed} | fields) for seed in range(count)]
-    return torch.tensor(sample(logits.expand(count, -1), samplings, [7] * count).token_ids)
+    samplings = [Sampling(max_tokens=99, **{"seed": seed} | fields) for seed in range(count)]
+    rows = logits.expand(count, -1)
+    return torch.tensor(sample(rows, samplings, [7] * count, pasts=pasts or {}, eos_ids=EOS_IDS).token_ids)
 
 
 def test_greedy_takes_the_first_of_the_likeliest() -> None:
     logits = torch.zeros(2, 5)
     logits[0, 3] = logits[0, 4] = 1.0
     assert sample(logits, [Sampling(1, temperature=0.0)] * 2, [0, 0]).token_ids == [3, 0]
+
+
+PROMPT = (3, 4, 7, 8)
+GENERATED = (8, 9, 9, 10, 3, 9)
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.4}
+MASKS = {
+    "allowed_ids": tuple(range(0, VOCABULARY, 3)),
+    "bad_words": ((9,), (3, 9, 12), (9, 3, 12)),  # the second is begun, the third is not
+    "min_tokens": 7,
+    "stop_ids": (15, 18),
+}
+BIAS = {"logit_bias": tuple((token_id, 2.5) for token_id in range(0, 60, 2))}
+EOS_IDS = frozenset({6})
 
 
 @pytest.mark.parametrize(
@@ -43,27 +58,36 @@ def test_greedy_takes_the_first_of_the_likeliest() -> None:
         {"temperature": 5.0, "top_p": 0.99},  # flat: decided beyond the first candidates
         {"temperature": 1.0, "choice": 3},
         {"temperature": 1.5, "min_p": 0.05},
+        {"temperature": 1.5, "min_p": 0.05, "top_k": 30},
         {"temperature": 3.0, "min_p": 0.1, "top_p": 0.7},
         {"temperature": 2.0, "min_p": 0.02, "top_k": 30, "top_p": 0.9, "choice": 2**31 - 1},
+        {"temperature": 1.5, **PENALTIES},
+        {"temperature": 2.0, "top_p": 0.9, **BIAS},
+        {"temperature": 2.0, "min_p": 0.02, **MASKS},
+        {"temperature": 1.3, "min_p": 0.01, "top_k": 80, "top_p": 0.95, **PENALTIES, **MASKS, **BIAS},
     ],
-    ids=str,
+    ids=lambda fields: " ".join(fields),
 )
 def test_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
-    logits, count = make_logits(), 8_000
-    expected = distribution(logits[0].numpy(), Sampling(1, **fields))
-    found = torch.bincount(draw(logits, count, **fields), minlength=VOCABULARY).numpy()
-    assert found[expected == 0].sum() == 0  # nothing that was cut off
-    # χ² wants 5 of a kind: the rarest tokens, in groups that are as likely.
-    groups = np.floor(np.cumsum(np.sort(expected)) * count / 5).astype(int)
-    order = np.argsort(expected)
-    of_kind = np.bincount(groups, weights=count * expected[order])
-    found_of_kind = np.bincount(groups, weights=found[order])
-    is_kind = of_kind >= 2.5
-    squares = ((found_of_kind - of_kind)[is_kind] ** 2 / of_kind[is_kind]).sum()
-    freedom = is_kind.sum() - 1
-    # Wilson and Hilferty: the cube root of χ² / freedom is nearly normal.
-    deviation = ((squares / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
-    assert deviation < 3.5  # once in 4000 times, were the seeds others
+    """That of the reference in float64, over as many seeds."""
+    logits, count, sampling = make_logits(), 8_000, Sampling(99, **fields)
+    request = Request("a", PROMPT, sampling, resumed_ids=GENERATED)
+    pasts = dict.fromkeys(range(count), past_of(request)) if sampling.needs_past else {}
+    wanted = adjusted(logits[0].double().numpy(), sampling, prompt_ids=PROMPT, generated_ids=GENERATED, eos_ids=EOS_IDS)
+    found = torch.bincount(draw(logits, count, pasts=pasts, **fields), minlength=VOCABULARY).numpy()
+    assert (
+        chi_square_deviation(found, distribution(wanted, sampling)) < 3.5
+    )  # once in 4000 times, were the seeds others
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 2000}], ids=str)
+def test_draws_of_one_seed_follow_the_distribution_of_a_whole_vocabulary(fields: dict[str, Any]) -> None:
+    """As a text draws: position by position, of as many tokens as a model has, likely ones and many that are not."""
+    logits, count, vocabulary = make_logits(vocabulary=49_152, seed=1), 1_000, 49_152
+    sampling = Sampling(99, seed=17, **fields)
+    found = torch.tensor(sample(logits.expand(count, -1), [sampling] * count, range(count)).token_ids)
+    counts = torch.bincount(found, minlength=vocabulary).numpy()
+    assert chi_square_deviation(counts, distribution(logits[0].double().numpy(), sampling)) < 3.5
 
 
 @pytest.mark.parametrize(
