@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app import db, files, jobs, moves, submissions, webhooks
+from app import db, files, jobs, moves, notices, submissions
 from app.addresses import check_url
 from app.bodies import Body
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
@@ -243,7 +243,7 @@ def set_status(session: Session, batch: Batch, status: Status) -> None:
     batch.completed_rows, batch.prompt_tokens = counts.completed, counts.prompt_tokens
     batch.completion_tokens = counts.completion_tokens
     if batch.webhook_url is not None:
-        session.add(webhooks.delivery_of_batch(batch, counts.shown, moment))
+        session.add(notices.delivery_of_batch(batch, counts.shown, moment))
 
 
 def fail(session: Session, batch: Batch, *, code: str, message: str) -> list[Event]:

@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import ARRAY, ColumnElement, Text, TextClause, any_, literal, select, text
 from sqlalchemy.orm import Session
 
-from app import settlements, webhooks
+from app import notices, settlements
 from app.events import Event
 from app.tables import Job
 
@@ -90,7 +90,7 @@ def move(session: Session, moves: Sequence[Move], to: Status, *, reason: str | N
     assert len(moved) == len(moves), f"{[each.id for each in moves if each.id not in moved]} cannot become {to}"
     if to.is_terminal:
         settlements.settle(session, list(moved))
-        webhooks.deliver(session, [row.id for row in moved.values() if row.has_webhook])
+        notices.deliver(session, [row.id for row in moved.values() if row.has_webhook])
     return [Event(each.id, moved[each.id].number, to.value, moved[each.id].facts) for each in moves]
 
 

@@ -20,16 +20,17 @@ import redis
 from sqlalchemy import select, update
 from standardwebhooks import Webhook
 
-from app import broker, db, tables, tenants, webhooks
+from app import broker, db, deliveries, tables, tenants
 from app.broker import Broker, BrokerError
 from app.db import Database
+from app.deliveries import Outcome, Outgoing
 from app.ids import new_id
 from app.settings import Settings
 from app.tables import Delivery
 from app.tiers import Plan
 from app.vault import Vault
-from app.webhooks import Outcome, Outgoing
-from worker.webhooks import deliver, post, send_due
+from worker.posts import post
+from worker.webhooks import deliver, send_due
 
 SECRET = tenants.new_webhook_secret()
 
@@ -330,4 +331,4 @@ def test_without_a_broker_deliveries_stay_due(office: Office) -> None:
         send_due(office.database, nowhere)
     nowhere.close()
     with office.database.transaction() as session:
-        assert webhooks.due(session, 10) == [(delivery_id, 1)]
+        assert deliveries.due(session, 10) == [(delivery_id, 1)]

@@ -1,8 +1,7 @@
-"""How webhooks are signed, and when they are tried again."""
+"""When webhooks are posted, and when they are tried again."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,42 +9,24 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
-from standardwebhooks import Webhook, WebhookVerificationError
 
-from app import db, tables, tenants, webhooks
+from app import db, deliveries, tables, tenants
 from app.db import Database
+from app.deliveries import Outcome
 from app.errors import SetupError
 from app.ids import new_id
 from app.settings import Settings
 from app.tables import Delivery
 from app.tiers import Plan
 from app.vault import Vault
-from app.webhooks import Outcome
-
-# ---- signatures
-
-
-def test_the_standard_library_of_webhooks_accepts_the_signature() -> None:
-    secret, body = tenants.new_webhook_secret(), '{"type":"job.succeeded"}'
-    headers = webhooks.sign(secret, "evt_1", int(time.time()), body)
-    assert Webhook(secret).verify(body, headers) == {"type": "job.succeeded"}
-    with pytest.raises(WebhookVerificationError):
-        Webhook(secret).verify(body + " ", headers)
-    with pytest.raises(WebhookVerificationError):
-        Webhook(secret).verify(body, headers | {"webhook-id": "evt_2"})
-    with pytest.raises(WebhookVerificationError):
-        Webhook(tenants.new_webhook_secret()).verify(body, headers)
-
-
-# ---- the schedule
 
 
 def test_delays_follow_the_series_and_end() -> None:
-    plain = [webhooks.retry_delay_s(attempt, 0.0) for attempt in range(1, webhooks.MAX_ATTEMPTS + 1)]
+    plain = [deliveries.retry_delay_s(attempt, 0.0) for attempt in range(1, deliveries.MAX_ATTEMPTS + 1)]
     minute, hour = 60, 3_600
     series = [5, 5 * minute, 30 * minute, 2 * hour, 5 * hour, 10 * hour, 14 * hour, 20 * hour, 24 * hour]
     assert plain == [*series, None]
-    assert webhooks.retry_delay_s(1, 1.0) == 5 * (1 + webhooks.JITTER)
+    assert deliveries.retry_delay_s(1, 1.0) == 5 * (1 + deliveries.JITTER)
 
 
 @dataclass(frozen=True)
@@ -76,15 +57,15 @@ class Desk:
 
     def take(self, limit: int = 100) -> dict[str, int]:
         with self.database.transaction() as session:
-            return dict(webhooks.due(session, limit))
+            return dict(deliveries.due(session, limit))
 
-    def start(self, delivery_id: str, attempt: int) -> webhooks.Outgoing | None:
+    def start(self, delivery_id: str, attempt: int) -> deliveries.Outgoing | None:
         with self.database.transaction() as session:
-            return webhooks.start(session, self.vault, delivery_id, attempt)
+            return deliveries.start(session, self.vault, delivery_id, attempt)
 
     def record(self, delivery_id: str, attempt: int, outcome: Outcome) -> Delivery:
         with self.database.transaction() as session:
-            webhooks.record(session, delivery_id, attempt, outcome)
+            deliveries.record(session, delivery_id, attempt, outcome)
         return self.row(delivery_id)
 
     def attempt(self, delivery_id: str, outcome: Outcome) -> Delivery:
@@ -151,8 +132,8 @@ def test_a_receiver_that_is_gone_ends_it(desk: Desk) -> None:
 
 def test_it_dies_after_the_last_attempt(desk: Desk) -> None:
     delivery_id = desk.add()
-    states = [desk.attempt(delivery_id, Outcome(status=500)).status for _ in range(webhooks.MAX_ATTEMPTS)]
-    assert states == ["pending"] * (webhooks.MAX_ATTEMPTS - 1) + ["dead"]
+    states = [desk.attempt(delivery_id, Outcome(status=500)).status for _ in range(deliveries.MAX_ATTEMPTS)]
+    assert states == ["pending"] * (deliveries.MAX_ATTEMPTS - 1) + ["dead"]
     desk.make_due(delivery_id)
     assert desk.take() == {}
 
@@ -163,14 +144,14 @@ def test_it_dies_after_the_last_attempt(desk: Desk) -> None:
         (429, 600.0, 600),
         (503, 600.0, 600),
         (429, 1.0, 5),  # never sooner than the schedule
-        (503, 1e9, webhooks.MAX_RETRY_AFTER_S),
+        (503, 1e9, deliveries.MAX_RETRY_AFTER_S),
         (500, 600.0, 5),  # only these two may ask
     ],
 )
 def test_retry_after_is_honoured(desk: Desk, status: int, asked_s: float, waits_s: float) -> None:
     delivery_id = desk.add()
     desk.attempt(delivery_id, Outcome(status=status, retry_after_s=asked_s))
-    assert waits_s - 1 < desk.wait_s(delivery_id) <= waits_s * (1 + webhooks.JITTER)
+    assert waits_s - 1 < desk.wait_s(delivery_id) <= waits_s * (1 + deliveries.JITTER)
 
 
 def test_a_lost_message_costs_no_attempt(desk: Desk) -> None:
@@ -202,7 +183,7 @@ def test_a_lost_sender_is_replaced_and_its_late_report_has_no_effect(desk: Desk)
 
 
 def test_a_sender_lost_in_the_last_attempt_ends_it(desk: Desk) -> None:
-    delivery_id = desk.add(status="sending", attempts=webhooks.MAX_ATTEMPTS)
+    delivery_id = desk.add(status="sending", attempts=deliveries.MAX_ATTEMPTS)
     assert desk.take() == {}
     assert desk.row(delivery_id).status == "dead"
 
@@ -211,7 +192,7 @@ def test_what_cannot_be_announced_is_due_again_at_once(desk: Desk) -> None:
     delivery_id = desk.add()
     taken = desk.take()
     with desk.database.transaction() as session:
-        webhooks.give_back(session, list(taken.items()))
+        deliveries.give_back(session, list(taken.items()))
     assert desk.take() == {delivery_id: 1}
 
 
@@ -220,14 +201,14 @@ def test_only_so_many_are_in_flight_and_no_tenant_takes_all(desk: Desk) -> None:
         desk.add()
     assert len(desk.take(limit=5)) == 5
     assert len(desk.take(limit=5)) == 0
-    assert len(desk.take(limit=100)) == webhooks.MAX_IN_FLIGHT_PER_TENANT - 5
+    assert len(desk.take(limit=100)) == deliveries.MAX_IN_FLIGHT_PER_TENANT - 5
     assert desk.take(limit=100) == {}
 
 
 def test_concurrent_rounds_take_each_delivery_once(desk: Desk) -> None:
     ids = {desk.add() for _ in range(4)}
     with desk.database.transaction() as first, desk.database.transaction() as second:
-        taken = [delivery_id for session in (first, second) for delivery_id, _ in webhooks.due(session, 100)]
+        taken = [delivery_id for session in (first, second) for delivery_id, _ in deliveries.due(session, 100)]
     assert sorted(taken) == sorted(ids)
 
 
@@ -247,6 +228,6 @@ def test_a_failed_secret_leaves_the_attempt_unstarted(desk: Desk, tmp_path: Path
     desk.take()
     other = Vault.open(Settings(home=tmp_path / "other"))
     with pytest.raises(SetupError), desk.database.transaction() as session:
-        webhooks.start(session, other, delivery_id, 1)
+        deliveries.start(session, other, delivery_id, 1)
     assert desk.row(delivery_id).attempts == 0
     assert desk.wait_s(delivery_id) > 0

@@ -1,21 +1,17 @@
-"""Webhooks: what is delivered when work ends, how it is signed, and when it is tried again.
+"""Deliveries: when each is posted, and when it is tried again.
 
     pending ──due()──▶ sending ──record()──▶ delivered | dead
        ▲                 │  ▲
        └──── retry ──────┘  └── due() again once the lease ran out: the message or the sender was lost
 
-A delivery is written in the transaction that ends the work. An attempt is numbered by start(): of several messages
-that name the same attempt, one starts it. So a delivery is posted at least once, and a lost message costs no attempt.
+An attempt is numbered by start(): of several messages that name the same attempt, one starts it. So a delivery is
+posted at least once, and a lost message costs no attempt.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
-import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -24,9 +20,7 @@ from sqlalchemy import ColumnElement, select, text, update
 from sqlalchemy.orm import Session
 
 from app import tables
-from app.ids import new_id
-from app.settlements import usage_of
-from app.tables import Batch, Delivery, Job, Tenant
+from app.tables import Delivery, Tenant
 from app.vault import Vault
 
 RETRY_DELAYS_S = (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
@@ -43,91 +37,6 @@ SEND_LEASE_S = 60
 """A sender that reports nothing for so long is dead; longer than any attempt may take."""
 MAX_IN_FLIGHT_PER_TENANT = 8
 """So that one tenant's hanging receiver does not hold every sender."""
-
-
-# ---- what is sent
-
-
-def deliver(session: Session, job_ids: Collection[str]) -> None:
-    """Write the deliveries of jobs that have just ended and have a webhook."""
-    if not job_ids:
-        return
-    ended = select(Job).where(Job.id.in_(job_ids)).execution_options(populate_existing=True)
-    session.add_all([_delivery_of(job) for job in session.scalars(ended)])
-    session.flush()
-
-
-def _delivery_of(job: Job) -> Delivery:
-    """Its id is the webhook-id of every attempt; its body is what is signed."""
-    assert job.webhook_url is not None and job.finished_at is not None
-    data = {
-        "id": job.id,
-        "object": "job",
-        "status": job.status,
-        "finish_reason": job.finish_reason,
-        "usage": usage_of(job),
-        "error": job.error,
-        "metadata": job.job_metadata,
-    }
-    return _delivery(job.tenant_id, job.id, job.webhook_url, job.finished_at, kind=f"job.{job.status}", data=data)
-
-
-def delivery_of_batch(batch: Batch, request_counts: Mapping[str, int], moment: datetime) -> Delivery:
-    """The delivery of a batch that just ended."""
-    assert batch.webhook_url is not None
-    data = {
-        "id": batch.id,
-        "object": "batch",
-        "status": batch.status,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        "request_counts": dict(request_counts),
-        "metadata": batch.batch_metadata,
-    }
-    return _delivery(batch.tenant_id, batch.id, batch.webhook_url, moment, kind=f"batch.{batch.status}", data=data)
-
-
-def _delivery(
-    tenant_id: str, subject_id: str, url: str, moment: datetime, *, kind: str, data: Mapping[str, Any]
-) -> Delivery:
-    delivery_id = new_id("evt")
-    body = {
-        "id": delivery_id,
-        "object": "event",
-        "type": kind,
-        "created_at": int(moment.timestamp()),
-        "timestamp": moment.isoformat(),
-        "data": data,
-    }
-    return Delivery(
-        id=delivery_id,
-        tenant_id=tenant_id,
-        job_id=subject_id,
-        url=url,
-        body=json.dumps(body, separators=(",", ":")),
-        status="pending",
-        attempts=0,
-        next_at=moment,
-    )
-
-
-def sign(secret: str, delivery_id: str, timestamp: int, body: str) -> dict[str, str]:
-    """The headers of an attempt, by which the receiver proves it.
-
-    secret     whsec_<base64>
-    timestamp  of this attempt, Unix seconds
-    Source: Standard Webhooks 1.0.0, symmetric signature v1.
-    """
-    key = base64.b64decode(secret.removeprefix("whsec_"))
-    digest = hmac.digest(key, f"{delivery_id}.{timestamp}.{body}".encode(), hashlib.sha256)
-    return {
-        "webhook-id": delivery_id,
-        "webhook-timestamp": str(timestamp),
-        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
-    }
-
-
-# ---- when
 
 
 @dataclass(frozen=True, slots=True)
