@@ -69,8 +69,8 @@ class Move:
 
 
 def move(session: Session, moves: Sequence[Move], to: Status, *, reason: str | None = None) -> list[Event]:
-    """Move locked jobs to a status, each with its next event; at a terminal one also with its settlement and its
-    webhook's delivery.
+    """Move locked jobs to a status, each with its next event; at a terminal one also with its settlement and
+    its webhooks' deliveries.
 
     Returns the events in the order of the moves, to be announced after the commit. Raises AssertionError for a
     transition that the table does not allow.
@@ -90,12 +90,13 @@ def move(session: Session, moves: Sequence[Move], to: Status, *, reason: str | N
     assert len(moved) == len(moves), f"{[each.id for each in moves if each.id not in moved]} cannot become {to}"
     if to.is_terminal:
         settlements.settle(session, list(moved))
-        notices.deliver(session, [row.id for row in moved.values() if row.has_webhook])
+        notices.tell_of_jobs(session, [row.id for row in moved.values() if row.is_awaited])
     return [Event(each.id, moved[each.id].number, to.value, moved[each.id].facts) for each in moves]
 
 
-def _move_statement(changes: str, facts: str) -> TextClause:
-    """The statement of a move: what it changes beside the status, and what its event says of the changed row.
+def _move_statement(changes: str, facts: str, is_awaited: str = "false") -> TextClause:
+    """The statement of a move: what it changes beside the status, what its event says of the changed row, and whether
+    somebody is to be told.
 
     clock is the time by the database's clock; log the job's events, summed up.
     """
@@ -115,11 +116,11 @@ def _move_statement(changes: str, facts: str) -> TextClause:
                 from events where job_id = asked.id
             ) as log cross join clock_timestamp() as clock
             where jobs.id = asked.id and jobs.status = any(:allowed_from)
-            returning jobs.id, log.last_number + 1 as number, {facts} as facts, webhook_url is not null as has_webhook
+            returning jobs.id, log.last_number + 1 as number, {facts} as facts, {is_awaited} as is_awaited
         ), told as (
             insert into events (job_id, number, kind, data) select id, number, :to, facts from moved
         )
-        select id, number, facts, has_webhook from moved
+        select id, number, facts, is_awaited from moved
         """
     )
 
@@ -135,6 +136,13 @@ _END = _move_statement(
         'status', status, 'finish_reason', jobs.finish_reason, 'error', jobs.error, 'usage', jsonb_build_object(
             'prompt_tokens', {settlements.CHARGED_PROMPT}, 'completion_tokens', completion_tokens,
             'total_tokens', {settlements.CHARGED_PROMPT} + completion_tokens
+        )
+    )
+    """,
+    """
+    (
+        webhook_url is not null or batch_id is null and exists (
+            select from webhook_endpoints where webhook_endpoints.tenant_id = jobs.tenant_id and enabled
         )
     )
     """,

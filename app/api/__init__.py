@@ -6,7 +6,7 @@ import time
 
 from flask import Flask, Response, g, request
 
-from app.api import admin, batches, errors, events, files, health, jobs, models, usage, waiting
+from app.api import admin, batches, deliveries, endpoints, errors, events, files, health, jobs, models, usage, waiting
 from app.api.auth import rate_headers
 from app.api.services import install, services
 from app.ids import new_id
@@ -19,6 +19,8 @@ _BLUEPRINTS = (
     events.blueprint,
     files.blueprint,
     batches.blueprint,
+    endpoints.blueprint,
+    deliveries.blueprint,
     usage.blueprint,
     waiting.blueprint,
     admin.blueprint,

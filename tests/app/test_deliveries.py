@@ -10,13 +10,13 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from app import db, deliveries, tables, tenants
+from app import db, deliveries, receivers, redeliveries, tables, tenants
 from app.db import Database
 from app.deliveries import Outcome
 from app.errors import SetupError
 from app.ids import new_id
 from app.settings import Settings
-from app.tables import Delivery
+from app.tables import Delivery, Receiver
 from app.tiers import Plan
 from app.vault import Vault
 
@@ -27,6 +27,10 @@ def test_delays_follow_the_series_and_end() -> None:
     series = [5, 5 * minute, 30 * minute, 2 * hour, 5 * hour, 10 * hour, 14 * hour, 20 * hour, 24 * hour]
     assert plain == [*series, None]
     assert deliveries.retry_delay_s(1, 1.0) == 5 * (1 + deliveries.JITTER)
+
+
+FAILED = Outcome(status=500)
+ORIGIN = "https://example.com:443"
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Desk:
                 id=new_id("evt"),
                 tenant_id=self.tenant_id,
                 job_id="job_1",
+                receiver=ORIGIN,
+                event_type="job.succeeded",
                 url="https://example.com/",
                 body="{}",
                 status="pending",
@@ -76,13 +82,26 @@ class Desk:
         return self.record(delivery_id, number, outcome)
 
     def make_due(self, delivery_id: str) -> None:
-        """Let its time, or its lease, have come."""
+        """Let its time, or its lease, have come, and a pause of its receiver be over."""
         with self.database.transaction() as session:
             session.execute(update(Delivery).where(Delivery.id == delivery_id).values(next_at=tables.NOW))
+            session.execute(update(Receiver).where(Receiver.paused_until > tables.NOW).values(paused_until=tables.NOW))
 
     def row(self, delivery_id: str) -> Delivery:
         with self.database.transaction() as session:
             return session.scalars(select(Delivery).where(Delivery.id == delivery_id)).one()
+
+    def pause_s(self, name: str = ORIGIN) -> float | None:
+        """How long the receiver is still paused."""
+        with self.database.transaction() as session:
+            receiver = session.get(Receiver, (self.tenant_id, name))
+            if receiver is None or receiver.paused_until is None:
+                return None
+            return (receiver.paused_until - db.now(session)).total_seconds()
+
+    def new_tenant(self) -> str:
+        with self.database.transaction() as session:
+            return tenants.provision(session, self.vault, name=new_id("name"), plan=Plan.PAID).tenant_id
 
     def wait_s(self, delivery_id: str) -> float:
         with self.database.transaction() as session:
@@ -106,7 +125,7 @@ def test_a_delivery_is_taken_once_and_started_once(desk: Desk) -> None:
     assert desk.take() == {}
     outgoing = desk.start(delivery_id, 1)
     assert outgoing is not None
-    assert (outgoing.url, outgoing.body, outgoing.secret) == ("https://example.com/", "{}", desk.secret)
+    assert (outgoing.url, outgoing.body, outgoing.secrets) == ("https://example.com/", "{}", (desk.secret,))
     assert desk.start(delivery_id, 1) is None
 
 
@@ -197,12 +216,143 @@ def test_what_cannot_be_announced_is_due_again_at_once(desk: Desk) -> None:
 
 
 def test_only_so_many_are_in_flight_and_no_tenant_takes_all(desk: Desk) -> None:
-    for _ in range(20):
-        desk.add()
+    for number in range(20):
+        desk.add(receiver=f"https://{number}.example:443")
     assert len(desk.take(limit=5)) == 5
     assert len(desk.take(limit=5)) == 0
     assert len(desk.take(limit=100)) == deliveries.MAX_IN_FLIGHT_PER_TENANT - 5
     assert desk.take(limit=100) == {}
+
+
+def test_no_receiver_takes_all_that_its_tenant_may_have(desk: Desk) -> None:
+    for _ in range(20):
+        desk.add(receiver="https://busy.example:443")
+    late = desk.add(receiver="https://calm.example:443")
+    taken = desk.take()
+    assert len(taken) == deliveries.MAX_IN_FLIGHT_PER_RECEIVER + 1
+    assert late in taken
+    assert desk.take() == {}
+
+
+def test_each_receiver_gets_its_first_before_anyone_its_second(desk: Desk) -> None:
+    for name in ("a", "b", "c"):
+        for _ in range(4):
+            desk.add(receiver=f"https://{name}.example:443")
+    assert sorted(desk.row(delivery_id).receiver for delivery_id in desk.take(limit=3)) == [
+        "https://a.example:443",
+        "https://b.example:443",
+        "https://c.example:443",
+    ]
+
+
+# ---- receivers that fail
+
+
+def fail(desk: Desk, times: int, outcome: Outcome = FAILED) -> str:
+    """One delivery, tried so often without success."""
+    delivery_id = desk.add()
+    for _ in range(times):
+        desk.attempt(delivery_id, outcome)
+    return delivery_id
+
+
+def test_a_receiver_that_failed_gets_one_delivery_at_a_time_until_it_takes_one(desk: Desk) -> None:
+    first = fail(desk, 1)
+    for _ in range(8):
+        desk.add()
+    taken = desk.take()
+    assert len(taken) == 1
+    ((second, number),) = taken.items()
+    desk.start(second, number)
+    desk.record(second, number, Outcome(status=200))
+    assert len(desk.take()) == deliveries.MAX_IN_FLIGHT_PER_RECEIVER
+    assert desk.row(first).status == "pending"
+
+
+def test_a_receiver_that_fails_in_a_row_is_paused_longer_each_time(desk: Desk) -> None:
+    fail(desk, receivers.TOLERATED_FAILURES - 1)
+    assert desk.pause_s() is None
+    desk.add()
+    for expected_s in (30, 60, 120, 240, 480, 600, 600):
+        desk.attempt(desk.add(), FAILED)
+        paused_s = desk.pause_s()
+        assert paused_s is not None
+        assert expected_s - 1 < paused_s <= expected_s * (1 + receivers.JITTER)
+        assert desk.take() == {}  # though some are due
+
+
+def test_attempts_that_end_in_a_pause_do_not_lengthen_it(desk: Desk) -> None:
+    under_way = [desk.add() for _ in range(deliveries.MAX_IN_FLIGHT_PER_RECEIVER)]
+    for delivery_id, number in desk.take().items():
+        desk.start(delivery_id, number)
+    with desk.database.transaction() as session:
+        for _ in range(receivers.TOLERATED_FAILURES):
+            receivers.fail(session, desk.tenant_id, ORIGIN)
+    before = desk.pause_s()
+    for delivery_id in under_way:
+        desk.record(delivery_id, 1, FAILED)
+    after = desk.pause_s()
+    assert before is not None and after is not None
+    assert after <= before
+
+
+def test_a_receivers_own_retry_after_pauses_it(desk: Desk) -> None:
+    fail(desk, 1, Outcome(status=503, retry_after_s=600.0))
+    paused_s = desk.pause_s()
+    assert paused_s is not None
+    assert 595 < paused_s <= 600
+    desk.add()
+    assert desk.take() == {}
+
+
+def test_a_success_ends_what_was_known(desk: Desk) -> None:
+    delivery_id = fail(desk, receivers.TOLERATED_FAILURES + 2)
+    desk.attempt(delivery_id, Outcome(status=200))
+    assert desk.pause_s() is None
+    with desk.database.transaction() as session:
+        assert session.scalars(select(Receiver).where(Receiver.tenant_id == desk.tenant_id)).all() == []
+
+
+def test_receivers_that_fail_leave_senders_to_the_others(desk: Desk) -> None:
+    others = [desk.new_tenant() for _ in range(3)]
+    for tenant_id in others:
+        for number in range(8):
+            name = f"https://{number}.broken.example:443"
+            desk.add(tenant_id=tenant_id, receiver=name)
+            with desk.database.transaction() as session:
+                receivers.fail(session, tenant_id, name)
+    well = {desk.add(receiver=f"https://{number}.example:443") for number in range(4)}
+    taken = desk.take(limit=24)
+    assert well <= set(taken)
+    assert len(taken) == len(well) + deliveries.MAX_IN_FLIGHT_TO_FAILING
+
+
+def test_what_waits_too_long_for_a_paused_receiver_is_given_up(desk: Desk) -> None:
+    delivery_id = desk.add()
+    with desk.database.transaction() as session:
+        receivers.fail(session, desk.tenant_id, ORIGIN, asked_s=86_400)
+        session.execute(update(Delivery).where(Delivery.id == delivery_id).values(give_up_at=tables.NOW))
+    assert desk.take() == {}
+    row = desk.row(delivery_id)
+    assert (row.status, row.error, row.attempts) == ("dead", "the receiver was paused for too long", 0)
+
+
+def test_all_attempts_fit_into_the_time_until_a_delivery_is_given_up() -> None:
+    assert sum(deliveries.RETRY_DELAYS_S) * (1 + deliveries.JITTER) < deliveries.GIVE_UP_S
+
+
+def test_each_attempt_is_kept(desk: Desk) -> None:
+    delivery_id = desk.add()
+    for outcome in (Outcome(status=500), Outcome(error="no answer"), Outcome(status=204)):
+        desk.attempt(delivery_id, outcome)
+    with desk.database.transaction() as session:
+        attempts = redeliveries.attempts_of(session, [delivery_id])[delivery_id]
+    assert [(each.number, each.response_status, each.error) for each in attempts] == [
+        (1, 500, None),
+        (2, None, "no answer"),
+        (3, 204, None),
+    ]
+    assert all(each.ended_at is not None and each.started_at <= each.ended_at for each in attempts)
 
 
 def test_concurrent_rounds_take_each_delivery_once(desk: Desk) -> None:
@@ -214,7 +364,17 @@ def test_concurrent_rounds_take_each_delivery_once(desk: Desk) -> None:
 
 def test_what_was_rolled_back_is_never_sent(desk: Desk) -> None:
     def add_and_fail(session: Session) -> None:
-        session.add(Delivery(id="evt_x", tenant_id=desk.tenant_id, job_id="job_1", url="https://a.b/", body="{}"))
+        session.add(
+            Delivery(
+                id="evt_x",
+                tenant_id=desk.tenant_id,
+                job_id="job_1",
+                receiver="https://a.b:443",
+                event_type="job.succeeded",
+                url="https://a.b/",
+                body="{}",
+            )
+        )
         session.flush()
         raise RuntimeError
 

@@ -20,7 +20,8 @@ import redis
 from sqlalchemy import select, update
 from standardwebhooks import Webhook
 
-from app import broker, db, deliveries, tables, tenants
+from app import broker, db, deliveries, signatures, tables, tenants
+from app.addresses import origin_of
 from app.broker import Broker, BrokerError
 from app.db import Database
 from app.deliveries import Outcome, Outgoing
@@ -32,7 +33,7 @@ from app.vault import Vault
 from worker.posts import post
 from worker.webhooks import deliver, send_due
 
-SECRET = tenants.new_webhook_secret()
+SECRET = signatures.new_secret()
 
 
 @dataclass
@@ -88,7 +89,7 @@ def settings(**values: Any) -> Settings:
 
 
 def post_to(url: str, **values: Any) -> Outcome:
-    return post(Outgoing(url=url, body='{"a":1}', secret=SECRET), "evt_1", settings(**values))
+    return post(Outgoing(url=url, body='{"a":1}', secrets=(SECRET,)), "evt_1", settings(**values))
 
 
 # ---- one attempt
@@ -228,6 +229,8 @@ class Office:
                 id=new_id("evt"),
                 tenant_id=self.tenant_id,
                 job_id="job_1",
+                receiver=origin_of(url),
+                event_type="job.succeeded",
                 url=url,
                 body=json.dumps({"type": "job.succeeded"}),
                 status="pending",
