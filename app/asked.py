@@ -34,3 +34,12 @@ def service_tier_of(job: Job) -> str:
         return "flex"
     service_tier: str = fields_of(job).get("service_tier", "default")
     return service_tier
+
+
+def response_id(job_id: str) -> str:
+    """The id under which clients know a job as a response."""
+    return f"resp_{job_id.removeprefix('job_')}"
+
+
+def job_id_of(response_id: str) -> str:
+    return f"job_{response_id.removeprefix('resp_')}"

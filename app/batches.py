@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app import db, files, jobs, moves, submissions, webhooks
+from app import db, files, jobs, moves, notices, submissions
 from app.addresses import check_url
 from app.bodies import Body
 from app.errors import Conflict, InvalidRequest, NotFound, QueueFull
@@ -234,7 +234,7 @@ def lock_unchanged(session: Session, seen: Batch) -> Batch | None:
 def set_status(session: Session, batch: Batch, status: Status) -> None:
     """The status of a locked batch, and when it was reached; at an end, when all its jobs have ended, their counts.
 
-    A batch that ended tells it by a webhook.
+    A batch that ended tells it by webhooks.
     """
     moment = db.now(session)
     batch.status = status.value
@@ -245,8 +245,7 @@ def set_status(session: Session, batch: Batch, status: Status) -> None:
     counts = _count_jobs(session, [batch])[batch.id]
     batch.completed_rows, batch.prompt_tokens = counts.completed, counts.prompt_tokens
     batch.completion_tokens = counts.completion_tokens
-    if batch.webhook_url is not None:
-        session.add(webhooks.delivery_of_batch(batch, counts.shown, moment))
+    notices.tell_of_batch(session, batch, counts.shown, moment)
 
 
 def fail(session: Session, batch: Batch, *, code: str, message: str) -> list[Event]:

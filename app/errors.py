@@ -9,6 +9,7 @@
     ├── NotFound            404   also: somebody else's
     ├── Conflict            409   for ever: retrying does not help
     ├── PayloadTooLarge     413
+    ├── ReceiverFailed      424   of a webhook that was to be tested
     ├── KeyReused           422   an Idempotency-Key with another body
     ├── QueueFull           429   retryable
     ├── RateLimited         429   retryable, in a minute
@@ -102,6 +103,13 @@ class PayloadTooLarge(Refusal):
 
     code = "payload_too_large"
     status = 413
+
+
+class ReceiverFailed(Refusal):
+    """The webhook's receiver was not reached."""
+
+    code = "receiver_failed"
+    status = 424
 
 
 class KeyReused(Refusal):

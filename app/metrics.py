@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app import shares
 from app.db import Database
 from app.settings import Settings
-from app.tables import NOW, Delivery, Job, Worker
+from app.tables import NOW, Delivery, Job, Receiver, Worker
 from app.tiers import Tier
 
 logger = logging.getLogger(__name__)
@@ -83,12 +83,13 @@ class Counts(Collector):
                 unfinished = session.execute(_UNFINISHED).all()
                 workers = {row[0]: row[1] for row in session.execute(_WORKERS)}
                 deliveries = {row[0]: row[1] for row in session.execute(_DELIVERIES)}
+                receivers = {row[0]: row[1] for row in session.execute(_RECEIVERS)}
         except SQLAlchemyError as error:
             logger.warning("nothing was counted for a scrape: %s", type(error).__name__)
             return []
         counts = {(row.status, row.tier): row.number for row in unfinished}
         waits_s = {row.tier: row.oldest_s for row in unfinished if row.status == "queued"}
-        jobs, oldest, by_readiness, by_status = families = _families()
+        jobs, oldest, by_readiness, by_status, failing = families = _families()
         for tier in Tier:
             oldest.add_metric([tier.value], float(waits_s.get(tier.value) or 0))
             for status in ("queued", "running"):
@@ -97,6 +98,8 @@ class Counts(Collector):
             by_readiness.add_metric(["ready" if ready else "unready"], workers.get(ready, 0))
         for status in ("pending", "sending"):
             by_status.add_metric([status], deliveries.get(status, 0))
+        for is_paused in (False, True):
+            failing.add_metric(["paused" if is_paused else "failing"], receivers.get(is_paused, 0))
         return families
 
 
@@ -116,6 +119,10 @@ _DELIVERIES = (
 )
 
 
+_IS_PAUSED = func.coalesce(Receiver.paused_until > NOW, False)
+_RECEIVERS = select(_IS_PAUSED, func.count()).group_by(_IS_PAUSED)
+
+
 def _families() -> list[GaugeMetricFamily]:
     return [
         GaugeMetricFamily("everbatch_jobs", "Unfinished jobs.", labels=["status", "tier"]),
@@ -126,6 +133,9 @@ def _families() -> list[GaugeMetricFamily]:
         ),
         GaugeMetricFamily("everbatch_workers", "Live engine workers, by whether they take jobs.", labels=["state"]),
         GaugeMetricFamily("everbatch_deliveries", "Webhooks that are not delivered yet.", labels=["status"]),
+        GaugeMetricFamily(
+            "everbatch_webhook_receivers", "Receivers whose last attempt failed: failing, or paused.", labels=["state"]
+        ),
     ]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import ARRAY, ColumnElement, Text, TextClause, any_, literal, select, text
 from sqlalchemy.orm import Session
 
-from app import settlements, webhooks
+from app import notices, settlements
 from app.events import Event
 from app.tables import Job
 
@@ -69,8 +69,8 @@ class Move:
 
 
 def move(session: Session, moves: Sequence[Move], to: Status, *, reason: str | None = None) -> list[Event]:
-    """Move locked jobs to a status, each with its next event; at a terminal one also with its settlement and its
-    webhook's delivery.
+    """Move locked jobs to a status, each with its next event; at a terminal one also with its settlement and
+    its webhooks' deliveries.
 
     Returns the events in the order of the moves, to be announced after the commit. Raises AssertionError for a
     transition that the table does not allow.
@@ -90,12 +90,13 @@ def move(session: Session, moves: Sequence[Move], to: Status, *, reason: str | N
     assert len(moved) == len(moves), f"{[each.id for each in moves if each.id not in moved]} cannot become {to}"
     if to.is_terminal:
         settlements.settle(session, list(moved))
-        webhooks.deliver(session, [row.id for row in moved.values() if row.has_webhook])
+        notices.tell_of_jobs(session, [row.id for row in moved.values() if row.is_awaited])
     return [Event(each.id, moved[each.id].number, to.value, moved[each.id].facts) for each in moves]
 
 
-def _move_statement(changes: str, facts: str, beside: str = "") -> TextClause:
-    """The statement of a move: what it changes beside the status, and what its event says of the changed row.
+def _move_statement(changes: str, facts: str, is_awaited: str = "false", *, beside: str = "") -> TextClause:
+    """The statement of a move: what it changes beside the status, what its event says of the changed row, and whether
+    somebody is to be told.
 
     beside are further changes, each ", name as (…)".
 
@@ -117,11 +118,11 @@ def _move_statement(changes: str, facts: str, beside: str = "") -> TextClause:
                 from events where job_id = asked.id
             ) as log cross join clock_timestamp() as clock
             where jobs.id = asked.id and jobs.status = any(:allowed_from)
-            returning jobs.id, log.last_number + 1 as number, {facts} as facts, webhook_url is not null as has_webhook
+            returning jobs.id, log.last_number + 1 as number, {facts} as facts, {is_awaited} as is_awaited
         ), told as (
             insert into events (job_id, number, kind, data) select id, number, :to, facts from moved
         ){beside}
-        select id, number, facts, has_webhook from moved
+        select id, number, facts, is_awaited from moved
         """
     )
 
@@ -140,7 +141,14 @@ _END = _move_statement(
         )
     )
     """,
-    """, noted as materialized (
+    """
+    (
+        webhook_url is not null or batch_id is null and exists (
+            select from webhook_endpoints where webhook_endpoints.tenant_id = jobs.tenant_id and enabled
+        )
+    )
+    """,
+    beside=""", noted as materialized (
         select job_id, parent_id from parents join moved on moved.id = parent_id
         order by job_id, parent_id
         for update of parents

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from app.asked import RESPONSES, asked, fields_of, service_tier_of
+from app.asked import RESPONSES, asked, fields_of, response_id, service_tier_of
 from app.bodies import Body, text_or_list
 from app.choices import Choice
 from app.errors import InvalidRequest
@@ -133,14 +133,6 @@ class ResponseRequest(Generation):
     def _deadline_s(self) -> float | None:
         window = None if self.background_options is None else self.background_options.completion_window
         return self.deadline if window is None or self.deadline is not None else _WINDOWS_S[window]
-
-
-def response_id(job_id: str) -> str:
-    return f"resp_{job_id.removeprefix('job_')}"
-
-
-def job_id_of(response_id: str) -> str:
-    return f"job_{response_id.removeprefix('resp_')}"
 
 
 def in_our_words(refusal: InvalidRequest) -> InvalidRequest:

@@ -1,4 +1,4 @@
-"""How long jobs are kept once they have ended: the days of their tier."""
+"""How long jobs are kept once they have ended, the days of their tier, and the log of webhooks."""
 
 from __future__ import annotations
 
@@ -50,3 +50,36 @@ def remove_bygone(session: Session, tiers: TierTable) -> int:
         }
         removed += session.execute(_REMOVE, asked).rowcount  # type: ignore[attr-defined]
     return removed
+
+
+_REMOVE_DELIVERIES = text(
+    """
+    delete from deliveries where id in (
+        select id from deliveries
+        where status in ('delivered', 'dead')
+        and created_at < statement_timestamp() - make_interval(secs => :keep_s)
+        order by created_at limit :limit
+        for update skip locked
+    )
+    """
+)
+_FORGET_RECEIVERS = text(
+    """
+    delete from receivers where failed_at < statement_timestamp() - make_interval(secs => :keep_s)
+    and not exists (
+        select from deliveries
+        where deliveries.tenant_id = receivers.tenant_id and receiver = receivers.name
+        and status in ('pending', 'sending')
+    )
+    """
+)
+
+
+def remove_old_deliveries(session: Session, keep_days: float) -> int:
+    """Remove up to LIMIT deliveries that were written so many days ago and have ended; how many there were.
+
+    Receivers that failed last, so long ago, and wait for nothing are forgotten.
+    """
+    keep_s = keep_days * 86_400
+    session.execute(_FORGET_RECEIVERS, {"keep_s": keep_s})
+    return int(session.execute(_REMOVE_DELIVERIES, {"keep_s": keep_s, "limit": LIMIT}).rowcount)  # type: ignore[attr-defined]

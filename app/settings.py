@@ -9,8 +9,9 @@ import functools
 import os
 import re
 from collections.abc import Iterator
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +25,10 @@ def _default_home() -> Path:
     if os.geteuid() == 0:
         return Path("/var/lib/everbatch")
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "everbatch"
+
+
+Network = IPv4Network | IPv6Network
+Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class Settings(BaseSettings):
@@ -115,12 +120,26 @@ class Settings(BaseSettings):
     """Workers that may die under one job without progress before it fails as poison."""
     webhook_allow_private: bool = False
     """Webhooks may go to private addresses, over plain http, to any port."""
+    webhook_allow_http: bool = False
+    """Webhooks may go over plain http."""
+    webhook_networks: tuple[Network, ...] = ()
+    """Private networks that webhooks may go to, such as 10.20.0.0/16,fd00:20::/32."""
+    webhook_ports: tuple[Port, ...] = Field(default=(443, 8443), min_length=1)
+    """Ports that webhooks may go to beside those of https, and of http where it is allowed."""
+    webhook_keep_days: float = Field(default=30.0, gt=0)
+    """Days for which a webhook that was delivered or given up is kept in the log, and may be delivered again."""
     webhook_timeout_s: float = Field(default=15.0, gt=0, le=30)
     """What a receiver has from connect to answer, in seconds; shorter than the lease of an attempt."""
     max_wait_s: float = Field(default=300.0, gt=0, le=3600)
     """How long a request may wait for the job that it made, in seconds."""
     sse_heartbeat_s: float = Field(default=10.0, gt=0)
     """Seconds of silence after which a stream shows that it lives."""
+
+    @field_validator("webhook_networks", "webhook_ports", mode="before")
+    @classmethod
+    def _split(cls, given: object) -> object:
+        """The environment holds a list as one text, with commas."""
+        return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
 
     @field_validator("home")
     @classmethod
@@ -184,6 +203,8 @@ def _spelled(values: BaseModel) -> Iterator[tuple[str, str]]:
                 yield from ((f"{name}__{inner_name}", value) for inner_name, value in _spelled(inner))
             case SecretStr() as secret:
                 yield name, secret.get_secret_value()
+            case tuple() as several:
+                yield name, ",".join(map(str, several))
             case value:
                 yield name, str(value)
 

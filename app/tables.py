@@ -50,6 +50,7 @@ class Base(DeclarativeBase):
         date: Date,
         dict[str, Any]: JSONB,
         list[int]: ARRAY(Integer),
+        list[str]: ARRAY(Text),
         bytes: LargeBinary,
     }
 
@@ -76,7 +77,10 @@ class Tenant(Base):
     name: Mapped[str] = mapped_column(unique=True)
     plan: Mapped[str]
     webhook_secret: Mapped[bytes]
-    """Encrypted with the secret key; signs the tenant's webhooks."""
+    """Encrypted with the secret key; signs the webhooks that its jobs and batches name."""
+    old_webhook_secret: Mapped[bytes | None]
+    """What signed before the last rotation, and signs beside it for a while."""
+    old_webhook_secret_until: Mapped[datetime | None]
     weight: Mapped[float] = mapped_column(server_default=text("1"))
     """Its share of the tokens beside other tenants of a tier, above 0."""
     tokens_per_day: Mapped[int | None] = mapped_column(BigInteger)
@@ -374,31 +378,111 @@ class Worker(Base):
     dead: Mapped[bool] = mapped_column(server_default=text("false"))
 
 
+class Endpoint(Base):
+    """A receiver of webhooks that a tenant keeps: it is told of all work that ends with the events it wants."""
+
+    __tablename__ = "webhook_endpoints"
+    __table_args__ = (Index("webhook_endpoints_by_tenant", "tenant_id", "id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str]
+    url: Mapped[str]
+    event_types: Mapped[list[str]]
+    """Types of events, or job.*, batch.*, response.* for all of a kind."""
+    enabled: Mapped[bool] = mapped_column(server_default=text("true"))
+    disabled_reason: Mapped[str | None]
+    """Why it is not enabled, where the service has disabled it."""
+    secret: Mapped[bytes]
+    """Encrypted with the secret key; signs its webhooks."""
+    old_secret: Mapped[bytes | None]
+    """What signed before the last rotation, and signs beside it for a while."""
+    old_secret_until: Mapped[datetime | None]
+    secret_hint: Mapped[str]
+    """The end of the secret, by which its owner knows it."""
+    created_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    updated_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    """When the endpoint or its secret was last changed."""
+
+
+class Receiver(Base):
+    """A receiver of a tenant whose last attempt failed. One that takes what it gets has no row."""
+
+    __tablename__ = "receivers"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    """An endpoint's id, or the origin of the URLs that jobs and batches name: https://host:443."""
+    failures: Mapped[int]
+    """Failed attempts in a row."""
+    paused_until: Mapped[datetime | None]
+    """Before that nothing is posted to it."""
+    failed_at: Mapped[datetime] = mapped_column(server_default=NOW)
+
+
 class Delivery(Base):
     """One webhook to be sent; its id is the webhook-id of every attempt."""
 
     __tablename__ = "deliveries"
     __table_args__ = (
         CheckConstraint("status in ('pending', 'sending', 'delivered', 'dead')", name="deliveries_status"),
-        Index("deliveries_due", "next_at", postgresql_where=text("status in ('pending', 'sending')")),
+        Index(
+            "deliveries_by_receiver",
+            "tenant_id",
+            "receiver",
+            "next_at",
+            "id",
+            postgresql_where=text("status in ('pending', 'sending')"),
+        ),
+        Index("deliveries_sending", "next_at", postgresql_where=text("status = 'sending'")),
+        Index("deliveries_pending", "give_up_at", postgresql_where=text("status = 'pending'")),
+        Index("deliveries_ended", "created_at", postgresql_where=text("status in ('delivered', 'dead')")),
         Index("deliveries_by_job", "job_id"),
+        Index("deliveries_by_endpoint", "endpoint_id", "id", postgresql_where=text("endpoint_id is not null")),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     job_id: Mapped[str]
-    """The job, or the batch, whose end it tells."""
+    """The job, or the batch, whose end it tells; of a test nobody's."""
+    endpoint_id: Mapped[str | None]
+    """Of the endpoint that wants it; none where the job or the batch names the URL itself. No foreign key: the log
+    outlives the endpoint."""
+    receiver: Mapped[str]
+    """What shares a pace: the endpoint, or the tenant's URLs of one origin. See Receiver."""
+    event_type: Mapped[str]
     url: Mapped[str]
+    """Where it is posted; of an endpoint as it was at the last attempt."""
     body: Mapped[str]
     """The exact JSON text that is signed and posted, ASCII only."""
+    is_test: Mapped[bool] = mapped_column(server_default=text("false"))
+    """Whether the tenant asked for it, to try the endpoint, and nothing has ended."""
     status: Mapped[str] = mapped_column(server_default=text("'pending'"))
     attempts: Mapped[int] = mapped_column(server_default=text("0"))
+    last_attempt: Mapped[int] = mapped_column(server_default=text("10"))
+    """The number of the attempt behind which it is given up."""
     next_at: Mapped[datetime] = mapped_column(server_default=NOW)
     """When it is due; while it is being sent, when the sender counts as dead."""
+    give_up_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp() + interval '4 days'"))
+    """When it is given up though attempts are left, for its receiver was paused for so long."""
     response_status: Mapped[int | None]
     error: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
     delivered_at: Mapped[datetime | None]
+
+
+class DeliveryAttempt(Base):
+    """One attempt to post a delivery, as its log shows it."""
+
+    __tablename__ = "delivery_attempts"
+
+    delivery_id: Mapped[str] = mapped_column(ForeignKey("deliveries.id", ondelete="CASCADE"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    started_at: Mapped[datetime] = mapped_column(server_default=NOW)
+    ended_at: Mapped[datetime | None]
+    """None while it runs, and for ever where its sender was lost."""
+    response_status: Mapped[int | None]
+    error: Mapped[str | None]
 
 
 class File(Base):

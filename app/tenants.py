@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import secrets
@@ -16,6 +15,7 @@ from sqlalchemy.orm import Session
 from app import tables
 from app.errors import Forbidden, NotFound, Unauthenticated
 from app.ids import new_id
+from app.signatures import new_secret
 from app.tables import ApiKey, Tenant
 from app.tiers import Plan
 from app.vault import Vault
@@ -54,7 +54,7 @@ def provision(
     """Make a key for the tenant of that name; a tenant that is new gets the given webhook secret, or a fresh one."""
     tenant = session.scalar(select(Tenant).where(Tenant.name == name))
     if tenant is None:
-        secret = webhook_secret or new_webhook_secret()
+        secret = webhook_secret or new_secret()
         tenant = Tenant(id=new_id("tenant"), name=name, plan=plan.value, webhook_secret=vault.encrypt(secret))
         session.add(tenant)
         session.flush()
@@ -64,11 +64,6 @@ def provision(
     )
     session.flush()
     return Provisioned(tenant_id=tenant.id, key=key, webhook_secret=vault.decrypt(tenant.webhook_secret))
-
-
-def new_webhook_secret() -> str:
-    """A Standard Webhooks secret of 32 random bytes: whsec_<base64>."""
-    return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
 
 
 def authenticate(session: Session, key: str, *, scope: Scope = Scope.JOBS) -> Tenant:

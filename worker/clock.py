@@ -131,12 +131,16 @@ def rounds(opened: Services) -> list[Round]:
 
 
 def _remove_bygone(opened: Services) -> None:
-    """Remove jobs whose days are over, a transaction at a time, until there are none."""
-    while True:
-        with opened.database.transaction() as session:
-            removed = retention.remove_bygone(session, opened.settings.tiers)
-        if removed < retention.LIMIT:
-            return
+    """Remove jobs and deliveries whose days are over, a transaction at a time, until there are none."""
+    settings = opened.settings
+    for remove in (
+        functools.partial(retention.remove_bygone, tiers=settings.tiers),
+        functools.partial(retention.remove_old_deliveries, keep_days=settings.webhook_keep_days),
+    ):
+        removed = retention.LIMIT
+        while removed >= retention.LIMIT:
+            with opened.database.transaction() as session:
+                removed = remove(session)
 
 
 class Clock:

@@ -21,10 +21,10 @@ from app.api.operations import Stream, described
 from app.api.orders import client_probe, give_up, order, wait_for_end, with_choices
 from app.api.pages import checked_id
 from app.api.services import Services, services
-from app.asked import RESPONSES, endpoint_of
+from app.asked import RESPONSES, endpoint_of, job_id_of, response_id
 from app.errors import InvalidRequest, NotFound, StillRunning
 from app.events import Event
-from app.responses import ResponseEvents, ResponseRequest, in_our_words, job_id_of, response_id, response_object
+from app.responses import ResponseEvents, ResponseRequest, in_our_words, response_object
 from app.tables import Job
 
 blueprint = Blueprint("responses", __name__, url_prefix=RESPONSES)

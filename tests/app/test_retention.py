@@ -56,7 +56,18 @@ def test_a_job_goes_with_its_events_key_and_webhook_log_and_stays_charged(
         job_id = job.id
     worker.run(job_id, "ab", "c")
     with db.transaction() as session:
-        session.add(Delivery(id="evt_r1", tenant_id=owner.tenant_id, job_id=job_id, url="", body="", status="dead"))
+        session.add(
+            Delivery(
+                id="evt_r1",
+                tenant_id=owner.tenant_id,
+                job_id=job_id,
+                receiver="",
+                event_type="",
+                url="",
+                body="",
+                status="dead",
+            )
+        )
         settlements.fold(session)
     age(29.9, job_id)
     assert remove(db) == 0 and kept(db, [job_id])
@@ -90,7 +101,18 @@ def test_what_has_not_ended_or_was_not_told_stays(
     queued, untold = submit(), submit()
     worker.run(untold)
     with db.transaction() as session:
-        session.add(Delivery(id="evt_r2", tenant_id=owner.tenant_id, job_id=untold, url="", body="", status="pending"))
+        session.add(
+            Delivery(
+                id="evt_r2",
+                tenant_id=owner.tenant_id,
+                job_id=untold,
+                receiver="",
+                event_type="",
+                url="",
+                body="",
+                status="pending",
+            )
+        )
     age(31, queued, untold)
     remove(db)
     assert kept(db, [queued, untold]) == [queued, untold]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import select
 
-from app import tenants
+from app import signatures, tenants
 from app.db import Database
 from app.errors import NotFound, Unauthenticated
 from app.ids import new_id
@@ -84,7 +84,7 @@ def test_neither_keys_nor_secrets_lie_in_the_database(db: Database, vault: Vault
 
 
 def test_a_webhook_secret_is_32_random_bytes() -> None:
-    secret = tenants.new_webhook_secret()
+    secret = signatures.new_secret()
     assert secret.startswith("whsec_")
     assert len(base64.b64decode(secret.removeprefix("whsec_"))) == 32
-    assert secret != tenants.new_webhook_secret()
+    assert secret != signatures.new_secret()

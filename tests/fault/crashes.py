@@ -75,7 +75,7 @@ IO: Points = {
     # An attempt without an end: it is posted again, with the same id.
     "delivery started, not posted": Spoiled(BEFORE, "worker.webhooks:post"),
     "delivery posted, not recorded": Spoiled(AFTER, "worker.webhooks:post"),
-    "delivery's record not committed": Spoiled(AFTER, "app.webhooks:record"),
+    "delivery's record not committed": Spoiled(AFTER, "app.deliveries:record"),
     # Rows and the place in the file are one transaction: the window is read again, and no row doubled.
     "batch rows written, the place in the file not": Spoiled(AFTER, "app.jobs:submit_rows"),
     "batch rows committed, not announced": Spoiled(AFTER, "worker.batches:Clerk._read_window"),

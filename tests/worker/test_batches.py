@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import func, select, text, update
 from standardwebhooks import Webhook
 
-from app import batches, files, tables, tenants
+from app import batches, files, signatures, tables
 from app.grammars import Grammars
 from app.prompts import Prompts
 from app.rows import Desk
@@ -93,7 +93,7 @@ def num_succeeded(site: Any, batch_id: str) -> int:
 
 def test_a_batch_runs_to_its_end_though_the_io_worker_is_killed(site: Any, shelf: Shelf, receiver: Any) -> None:
     url, got = receiver
-    secret = tenants.new_webhook_secret()
+    secret = signatures.new_secret()
     with site.db.transaction() as session:
         sealed = Vault.open(site.settings).encrypt(secret)
         session.execute(update(tables.Tenant).where(tables.Tenant.id == site.tenant_id).values(webhook_secret=sealed))

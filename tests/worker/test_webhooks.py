@@ -20,18 +20,20 @@ import redis
 from sqlalchemy import select, update
 from standardwebhooks import Webhook
 
-from app import broker, db, tables, tenants, webhooks
+from app import broker, db, deliveries, signatures, tables, tenants
+from app.addresses import origin_of
 from app.broker import Broker, BrokerError
 from app.db import Database
+from app.deliveries import Outcome, Outgoing
 from app.ids import new_id
 from app.settings import Settings
 from app.tables import Delivery
 from app.tiers import Plan
 from app.vault import Vault
-from app.webhooks import Outcome, Outgoing
-from worker.webhooks import deliver, post, send_due
+from worker.posts import post
+from worker.webhooks import deliver, send_due
 
-SECRET = tenants.new_webhook_secret()
+SECRET = signatures.new_secret()
 
 
 @dataclass
@@ -87,7 +89,7 @@ def settings(**values: Any) -> Settings:
 
 
 def post_to(url: str, **values: Any) -> Outcome:
-    return post(Outgoing(url=url, body='{"a":1}', secret=SECRET), "evt_1", settings(**values))
+    return post(Outgoing(url=url, body='{"a":1}', secrets=(SECRET,)), "evt_1", settings(**values))
 
 
 # ---- one attempt
@@ -227,6 +229,8 @@ class Office:
                 id=new_id("evt"),
                 tenant_id=self.tenant_id,
                 job_id="job_1",
+                receiver=origin_of(url),
+                event_type="job.succeeded",
                 url=url,
                 body=json.dumps({"type": "job.succeeded"}),
                 status="pending",
@@ -330,4 +334,4 @@ def test_without_a_broker_deliveries_stay_due(office: Office) -> None:
         send_due(office.database, nowhere)
     nowhere.close()
     with office.database.transaction() as session:
-        assert webhooks.due(session, 10) == [(delivery_id, 1)]
+        assert deliveries.due(session, 10) == [(delivery_id, 1)]

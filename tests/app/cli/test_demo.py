@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from app.cli import main
 from app.cli.demo.narrator import Failed, Narrator
 from app.cli.demo.receiver import Received, receiver
-from app.tenants import new_webhook_secret
+from app.signatures import new_secret
 
 
 def test_claim_that_does_not_hold_ends_the_story() -> None:
@@ -31,14 +31,14 @@ def _signed(secret: str, body: bytes) -> dict[str, str]:
 
 
 def test_receiver_believes_the_signature_alone() -> None:
-    secret = new_webhook_secret()
+    secret = new_secret()
     body = b'{"type":"job.succeeded"}'
     with receiver() as webhooks:
         answer = httpx.post(webhooks.url, content=body, headers=_signed(secret, body), trust_env=False)
         received = webhooks.inbox.get(timeout=10)
     assert answer.status_code == 204
     assert received.verified(secret) == {"type": "job.succeeded"}
-    assert received.verified(new_webhook_secret()) is None
+    assert received.verified(new_secret()) is None
     assert received.with_body(body.replace(b"succeeded", b"failed")).verified(secret) is None
     assert Received({}, body).verified(secret) is None
 
