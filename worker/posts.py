@@ -226,14 +226,24 @@ class _Connection(http.client.HTTPConnection):
             if self._deadline.has_passed:
                 break
             try:
-                return socket.create_connection(
-                    (address, self._place.port), min(CONNECT_TIMEOUT_S, self._deadline.left_s)
-                )
+                return _dial(address, self._place.port, min(CONNECT_TIMEOUT_S, self._deadline.left_s))
             except TimeoutError:
                 last = _NoConnection()
             except OSError as error:
                 last = error
         raise last
+
+
+def _dial(address: str, port: int, timeout_s: float) -> socket.socket:
+    """A connection to an address: socket.create_connection would ask the resolver once more."""
+    plain = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        plain.settimeout(timeout_s)
+        plain.connect((address, port))
+    except BaseException:
+        plain.close()
+        raise
+    return plain
 
 
 @functools.cache

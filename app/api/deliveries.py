@@ -10,8 +10,10 @@ from flask import Blueprint, Response, jsonify
 from sqlalchemy.orm import Session
 
 from app import batches, jobs, redeliveries
+from app.api import shapes
 from app.api.auth import authenticate, tenant
-from app.api.pages import Page, asked_page, checked_id, listing
+from app.api.operations import described
+from app.api.pages import Page, asked_page, checked_id, listing, page_query
 from app.api.services import services
 from app.tables import Delivery, DeliveryAttempt
 
@@ -20,16 +22,20 @@ blueprint.before_request(authenticate)
 
 _PAGE = 20
 _MAX_PAGE = 100
+_QUERY = page_query("evt", max_limit=_MAX_PAGE)
 
 
 @blueprint.get("/deliveries/<delivery_id>")
+@described(answers={200: shapes.Delivery})
 def read(delivery_id: str) -> Response:
+    """What became of a delivery."""
     with services().database.autocommit() as session:
         found = redeliveries.find(session, tenant().id, checked_id("evt", delivery_id))
         return jsonify(delivery_object(found, redeliveries.attempts_of(session, [found.id])[found.id]))
 
 
 @blueprint.post("/deliveries/<delivery_id>/redeliver")
+@described(answers={200: shapes.Delivery})
 def redeliver(delivery_id: str) -> Response:
     """Send it again, under the same id. A body is ignored."""
     with services().database.transaction() as session:
@@ -38,13 +44,17 @@ def redeliver(delivery_id: str) -> Response:
 
 
 @blueprint.get("/jobs/<job_id>/deliveries")
+@described(query=_QUERY, answers={200: shapes.Deliveries})
 def of_job(job_id: str) -> Response:
+    """What was told of a job."""
     with services().database.autocommit() as session:
         return _of_work(session, jobs.find(session, tenant().id, checked_id("job", job_id), with_output=False).id)
 
 
 @blueprint.get("/batches/<batch_id>/deliveries")
+@described(query=_QUERY, answers={200: shapes.Deliveries})
 def of_batch(batch_id: str) -> Response:
+    """What was told of a batch."""
     with services().database.autocommit() as session:
         return _of_work(session, batches.find(session, tenant().id, checked_id("batch", batch_id)).id)
 

@@ -11,10 +11,12 @@ from typing import Any
 from flask import Blueprint, Response, jsonify, request
 
 from app import endpoints, redeliveries, signatures
+from app.api import shapes
 from app.api.auth import authenticate, tenant
 from app.api.bodies import read_object
 from app.api.deliveries import log
-from app.api.pages import asked_page, checked_id, listing
+from app.api.operations import described
+from app.api.pages import asked_page, checked_id, listing, page_query
 from app.api.services import services
 from app.endpoints import Secret
 from app.errors import QueueFull, ReceiverFailed, Unavailable
@@ -35,7 +37,9 @@ _MAX_TESTS = 8
 
 
 @blueprint.post("/webhook_endpoints")
+@described(body=endpoints.Creation, answers={200: shapes.EndpointWithSecret})
 def create() -> Response:
+    """Make an endpoint; its secret is shown this once."""
     own = services()
     with own.database.transaction() as session:
         made = endpoints.create(session, own.vault, own.settings, tenant().id, read_object())
@@ -43,6 +47,7 @@ def create() -> Response:
 
 
 @blueprint.get("/webhook_endpoints")
+@described(query=page_query("endpoint", max_limit=_MAX_PAGE), answers={200: shapes.Endpoints})
 def list_endpoints() -> Response:
     """The tenant's endpoints, newest first."""
     page = asked_page("endpoint", limit=_PAGE, max_limit=_MAX_PAGE)
@@ -52,13 +57,17 @@ def list_endpoints() -> Response:
 
 
 @blueprint.get("/webhook_endpoints/<endpoint_id>")
+@described(answers={200: shapes.Endpoint})
 def read(endpoint_id: str) -> Response:
+    """The endpoint, without its secret."""
     with services().database.autocommit() as session:
         return jsonify(endpoint_object(endpoints.find(session, tenant().id, checked_id("endpoint", endpoint_id))))
 
 
 @blueprint.post("/webhook_endpoints/<endpoint_id>")
+@described(body=endpoints.Change, answers={200: shapes.Endpoint})
 def change(endpoint_id: str) -> Response:
+    """Change what the body names."""
     own = services()
     with own.database.transaction() as session:
         changed = endpoints.change(
@@ -68,14 +77,18 @@ def change(endpoint_id: str) -> Response:
 
 
 @blueprint.delete("/webhook_endpoints/<endpoint_id>")
+@described(answers={200: shapes.DeletedEndpoint})
 def delete(endpoint_id: str) -> Response:
+    """Remove the endpoint."""
     with services().database.transaction() as session:
         endpoints.remove(session, tenant().id, checked_id("endpoint", endpoint_id))
     return jsonify(id=endpoint_id, object="webhook_endpoint.deleted", deleted=True)
 
 
 @blueprint.post("/webhook_endpoints/<endpoint_id>/rotate_secret")
+@described(body=endpoints.Rotation, answers={200: shapes.EndpointWithSecret})
 def rotate_secret(endpoint_id: str) -> Response:
+    """A new secret; the old one signs too for a day where that is asked for."""
     own = services()
     with own.database.transaction() as session:
         rotated = endpoints.rotate(
@@ -85,6 +98,7 @@ def rotate_secret(endpoint_id: str) -> Response:
 
 
 @blueprint.post("/webhook_secret/rotate")
+@described(body=endpoints.Rotation, answers={200: shapes.WebhookSecret})
 def rotate_own_secret() -> Response:
     """The secret that signs the webhooks that the tenant's jobs and batches name."""
     own = services()
@@ -94,6 +108,7 @@ def rotate_own_secret() -> Response:
 
 
 @blueprint.post("/webhook_endpoints/<endpoint_id>/test")
+@described(body=redeliveries.Trial, answers={200: shapes.EndpointTest})
 def test(endpoint_id: str) -> Response:
     """Have a sample event delivered, by the senders and in the way of all deliveries, and tell how it was answered."""
     own = services()
@@ -145,6 +160,7 @@ def _one_test(tenant_id: str) -> Iterator[None]:
 
 
 @blueprint.get("/webhook_endpoints/<endpoint_id>/deliveries")
+@described(query=page_query("evt", max_limit=_MAX_PAGE), answers={200: shapes.Deliveries})
 def list_deliveries(endpoint_id: str) -> Response:
     """What was, and is to be, sent to an endpoint, newest first."""
     page = asked_page("evt", limit=_PAGE, max_limit=_MAX_PAGE)
@@ -154,6 +170,7 @@ def list_deliveries(endpoint_id: str) -> Response:
 
 
 @blueprint.post("/webhook_endpoints/<endpoint_id>/redeliver")
+@described(body=redeliveries.Range, answers={200: shapes.Redelivery})
 def redeliver(endpoint_id: str) -> Response:
     """Send what has ended of a time again, under the same ids."""
     with services().database.transaction() as session:
@@ -162,7 +179,9 @@ def redeliver(endpoint_id: str) -> Response:
 
 
 @blueprint.get("/webhook_event_types")
+@described(answers={200: shapes.EventTypes})
 def list_event_types() -> Response:
+    """All that is told."""
     return jsonify(object="list", data=EVENT_TYPES)
 
 

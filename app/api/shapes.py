@@ -408,6 +408,109 @@ class DeletedResponse(TypedDict):
     deleted: Literal[True]
 
 
+class Endpoint(TypedDict):
+    """A receiver of webhooks: OpenAI's fields, and whether it is sent to."""
+
+    id: str
+    object: Literal["webhook_endpoint"]
+    created_at: UnixSeconds
+    updated_at: UnixSeconds
+    name: str
+    url: str
+    event_types: list[str]
+    signing_secret_hint: str
+    enabled: bool
+    disabled_reason: str | None
+
+
+class EndpointWithSecret(Endpoint):
+    """An endpoint, with the secret that is shown this once."""
+
+    signing_secret: str
+
+
+class Endpoints(_List):
+    """A page of endpoints, newest first."""
+
+    data: list[Endpoint]
+
+
+class DeletedEndpoint(TypedDict):
+    """An endpoint that is gone."""
+
+    id: str
+    object: Literal["webhook_endpoint.deleted"]
+    deleted: Literal[True]
+
+
+class WebhookSecret(TypedDict):
+    """The secret of the webhooks that jobs and batches name, shown this once."""
+
+    object: Literal["webhook_secret"]
+    signing_secret: str
+    signing_secret_hint: str
+
+
+class EndpointTest(TypedDict):
+    """How a sample was answered."""
+
+    object: Literal["webhook_endpoint.test"]
+    webhook_endpoint_id: str
+    event_type: str
+    status_code: int
+    success: bool
+
+
+class Redelivery(TypedDict):
+    """How many deliveries go again."""
+
+    object: Literal["webhook_endpoint.redelivery"]
+    webhook_endpoint_id: str
+    deliveries: Count
+
+
+class EventTypes(TypedDict):
+    """All that is told."""
+
+    object: Literal["list"]
+    data: list[str]
+
+
+class DeliveryAttempt(TypedDict):
+    """One try to deliver."""
+
+    number: Count
+    started_at: Moment | None
+    ended_at: Moment | None
+    status_code: int | None
+    error: str | None
+
+
+class Delivery(TypedDict):
+    """One webhook, sent or to be sent."""
+
+    id: str
+    object: Literal["webhook_delivery"]
+    event_type: str
+    subject_id: str
+    webhook_endpoint_id: str | None
+    url: str
+    is_test: bool
+    status: str
+    status_code: int | None
+    error: str | None
+    created_at: Moment
+    next_attempt_at: Moment | None
+    delivered_at: Moment | None
+    attempts: list[DeliveryAttempt]
+
+
+class Deliveries(_List):
+    """A page of deliveries, newest first."""
+
+    data: list[Delivery]
+
+
 class Alive(TypedDict):
     """The process lives."""
 
