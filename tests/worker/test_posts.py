@@ -31,6 +31,7 @@ from worker.posts import post
 SECRET = signatures.new_secret()
 NOT_PUBLIC = Outcome(error="the host has an address that is not public")
 NO_ANSWER = Outcome(error="there was no answer in time")
+BODY = '{"a":1}'
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -54,10 +55,18 @@ class Listener:
             self.accepted += 1
             try:
                 with connected if self.tls is None else self.tls.wrap_socket(connected, server_side=True) as talking:
-                    self.got.append(talking.recv(65_536))
+                    self.got.append(_request(talking))
                     talking.sendall(self.answer)
             except OSError:
                 continue
+
+
+def _request(talking: socket.socket) -> bytes:
+    """All of a request, or what came of it: to close with something unread would take the answer back."""
+    received = b""
+    while not received.endswith(BODY.encode()) and (piece := talking.recv(65_536)):
+        received += piece
+    return received
 
 
 @contextmanager
@@ -102,7 +111,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolve:
 
 
 def send(url: str, **values: Any) -> Outcome:
-    return post(Outgoing(url=url, body='{"a":1}', secrets=(SECRET,)), "evt_1", Settings(**values))
+    return post(Outgoing(url=url, body=BODY, secrets=(SECRET,)), "evt_1", Settings(**values))
 
 
 @pytest.mark.parametrize(
