@@ -25,8 +25,8 @@ COST = Coefficients(step=4.0, row=0.05, prefill_token=0.05, prefill_pair=1e-6, k
 SLOTS, CONTEXT = 8, 512
 Bounds = tuple[int, int]
 SEEDS = [
-    pytest.param(range(4), id="4 seeds"),
-    pytest.param(range(4, 200), id="196 seeds", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    pytest.param(range(2), id="2 seeds"),
+    pytest.param(range(2, 200), id="198 seeds", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
 ]
 
 

@@ -36,7 +36,7 @@ TEXT = (
 
 @dataclass
 class Collected:
-    """The outputs of an engine, put together."""
+    """The outputs of an engine, put together; a request has an id that no other one of the engine had."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
@@ -58,6 +58,10 @@ class Collected:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.finishes) == count or engine.failure, timeout=600)
         assert engine.failure is None
+
+
+Run = Callable[[Sequence[Request]], Collected]
+"""What an engine has made of these requests and of those before them."""
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +89,7 @@ def reference(smollm2_dir: Path) -> Iterator[torch.nn.Module]:
 
 
 @contextmanager
-def started(config: EngineConfig) -> Iterator[Callable[[Sequence[Request]], Collected]]:
-    """An engine, as a function: what it has made of these requests and of those before them."""
+def started(config: EngineConfig) -> Iterator[Run]:
     collected = Collected()
     engine = build(config)
 
@@ -103,6 +106,13 @@ def started(config: EngineConfig) -> Iterator[Callable[[Sequence[Request]], Coll
         yield run
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def run(smollm2_dir: Path) -> Iterator[Run]:
+    """An engine with the usual limits, for all tests of the module: a start takes seconds."""
+    with started(EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1)) as run:
+        yield run
 
 
 def find_ties(request: Request, generated: list[int], reference: torch.nn.Module) -> list[str]:
@@ -154,26 +164,23 @@ def test_batched_greedy_tokens_are_those_of_transformers_alone(
             sys.stdout.writelines(f"{tie}\n" for tie in ties)
 
 
-def test_text_is_what_the_tokens_say(smollm2_dir: Path, tokenizer: Tokenizer) -> None:
+def test_text_is_what_the_tokens_say(run: Run, tokenizer: Tokenizer) -> None:
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     request = Request("paris", tuple(tokenizer.encode(prompt).ids), Sampling(40, temperature=0.0))
-    with started(EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1)) as run:
-        collected = run([request])
+    collected = run([request])
     assert collected.texts["paris"] == "The capital of France is Paris."
     assert collected.finishes["paris"] is Finish.STOP
 
 
-def test_a_resumed_request_goes_on_with_the_same_random_stream(smollm2_dir: Path, jobs: list[Request]) -> None:
+def test_a_resumed_request_goes_on_with_the_same_random_stream(run: Run, jobs: list[Request]) -> None:
     sampling = Sampling(12, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True)
     whole = Request("whole", jobs[0].prompt_ids, sampling)
-    config = EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1)
-    with started(config) as run:
-        tokens = run([whole, *jobs[1:4]]).tokens["whole"]
-        rest = Request("rest", whole.prompt_ids, sampling, resumed_ids=tuple(tokens[:5]))
-        assert run([rest]).tokens["rest"] == tokens[5:]
+    tokens = run([whole, *jobs[1:4]]).tokens["whole"]
+    rest = Request("rest", whole.prompt_ids, sampling, resumed_ids=tuple(tokens[:5]))
+    assert run([rest]).tokens["rest"] == tokens[5:]
 
 
-def test_logprobs_are_those_of_transformers(smollm2_dir: Path, jobs: list[Request], reference: torch.nn.Module) -> None:
+def test_logprobs_are_those_of_transformers(run: Run, jobs: list[Request], reference: torch.nn.Module) -> None:
     """Of the model alone, whatever the sampling makes of its logits."""
     samplings = [
         Sampling(8, temperature=0.0, ignore_eos=True, top_logprobs=5),
@@ -181,9 +188,11 @@ def test_logprobs_are_those_of_transformers(smollm2_dir: Path, jobs: list[Reques
         Sampling(8, repetition_penalty=1.3, ignore_eos=True, top_logprobs=0, allowed_ids=tuple(range(9000))),
         Sampling(8, temperature=0.0, ignore_eos=True),
     ]
-    asked = [replace(job, sampling=sampling) for job, sampling in zip(jobs, samplings, strict=False)]
-    with started(EngineConfig(smollm2_dir, dtype="float32", kv_cache_gib=0.1)) as run:
-        collected = run(asked)
+    asked = [
+        replace(job, id=f"{job.id} with logprobs", sampling=sampling)
+        for job, sampling in zip(jobs, samplings, strict=False)
+    ]
+    collected = run(asked)
     assert collected.logprobs[asked[-1].id] == []
     for request in asked[:-1]:
         tokens, found = collected.tokens[request.id], collected.logprobs[request.id]
